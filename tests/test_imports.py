@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from import_statements import at_import_time
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, SamplingParams
@@ -81,20 +82,6 @@ def imported(module: str, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
             inside = name[len(PACKAGE) + 1 :]
             # what is imported from a module may be a name in it
             yield inside if inside in MODULES else inside.rpartition(".")[0]
-
-
-def at_import_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports that run when the module is imported: none in functions, none for type checkers alone."""
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from at_import_time(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for name in ("body", "orelse", "finalbody"):
-                yield from at_import_time(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from at_import_time(handler.body)
 
 
 @cache

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 
 import cacheclip_serve
 import cacheclip_vllm
+from import_statements import at_import_time
 
 from cacheclip_rag.testing.door import names_outside_the_door
 
 FOLDER = Path(cacheclip_vllm.__file__).parent
 LOADED_BY_VLLM = {"capturing", "connector", "rows"}
 """Modules that import vLLM at once."""
-
-
-def at_import_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports that run when a module is imported: none in functions, none for type checkers alone."""
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from at_import_time(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for name in ("body", "orelse", "finalbody"):
-                yield from at_import_time(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from at_import_time(handler.body)
 
 
 def imports(text: str) -> set[str]:
