@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-import time
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM
 
-from cacheclip_rag.guards import Observer
 from cacheclip_rag.testing import fake_of
 
 
@@ -45,16 +40,6 @@ class Events(BaseEventHandler):
             self.fusions.append(event)
 
 
-class Questions(Observer):
-    """What scored the chunks of each answer."""
-
-    def __init__(self) -> None:
-        self.asked: list[str | None] = []
-
-    def on_plan(self, plan: Any, sources: Any) -> None:
-        self.asked.append(plan.question)
-
-
 def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
     """Puts words into the model's mouth; returns the list that its prompts, as text, will be in."""
     llm.max_tokens = 100
@@ -62,19 +47,3 @@ def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
     runtime.prompts.clear()
     runtime.says = list(texts)
     return runtime.prompts
-
-
-def join_workers(before: set[threading.Thread]) -> None:
-    """Wait for the threads that were not there before."""
-    for thread in set(threading.enumerate()) - before - {threading.current_thread()}:
-        while thread.ident is None:  # it is being started, and cannot be joined yet
-            time.sleep(0.001)
-        thread.join(10.0)
-
-
-def exit_code_of(program: Callable[[], object]) -> int | None:
-    """Run a program in a process of its own, forked, because importing torch again takes seconds."""
-    process = multiprocessing.get_context("fork").Process(target=program)
-    process.start()
-    process.join(60)
-    return process.exitcode

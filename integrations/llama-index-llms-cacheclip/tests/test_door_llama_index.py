@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import llama_index.llms.cacheclip as llms
 import llama_index.response_synthesizers.cacheclip as synthesizers
 import llama_index.storage.docstore.cacheclip as docstores
 import pytest
+from adapter_cases import run_readme
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.storage.docstore import BaseDocumentStore
@@ -30,14 +30,5 @@ def test_classes() -> None:
 
 def test_readme(tiny_models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its program, on tiny models."""
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for name, own in (
-        ("Qwen/Qwen2.5-0.5B-Instruct", tiny_models["llama"]),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", tiny_models["auxiliary"]),
-        ("my-store", str(tmp_path)),
-    ):
-        assert program.count(name) == 1
-        program = program.replace(name, own)
-    exec(program, {})
+    run_readme(Path(__file__).parents[1], tiny_models, tmp_path)
     assert capsys.readouterr().out.split()[-1] == "1", "the document is a hit"

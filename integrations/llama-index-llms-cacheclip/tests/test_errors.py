@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from adapter_cases import FEW, OTHERS, OURS, Town, in_loop, raised
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
-from llama_index.core.bridge.pydantic import BaseModel, ValidationError
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
@@ -23,52 +22,15 @@ from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index_cases import WordEmbedding
 
-from cacheclip_rag import ConfigurationError, MissingExtraError, ModelError
+from cacheclip_rag import ConfigurationError
 from cacheclip_rag.models.load import _registry, unload_models
 from cacheclip_rag.testing import fake_of
 
-
-class Town(BaseModel):
-    name: str
-
-
-def invalid() -> ValidationError:
-    with pytest.raises(ValidationError) as caught:
-        Town.model_validate({})
-    return caught.value
-
-
-OURS = [ConfigurationError("it failed"), ModelError("it failed"), MissingExtraError("a part", "structured")]
-"""Errors of ours, of which the last is an ImportError too."""
-OTHERS = [
-    ValueError("half a character"),
-    TypeError("no tensor"),
-    invalid(),
-    RuntimeError("no memory left"),
-    KeyError("x"),
-]
-"""What libraries below may raise: jinja, tokenizers, torch, pydantic."""
 MODES = [mode for mode in ResponseMode if mode not in ("no_text", "context_only")]
-FEW = [OURS[0], *OTHERS[:3]]
-"""One of ours, and those that frameworks catch. All go through one component."""
 
 
 def nodes() -> list[NodeWithScore]:
     return [NodeWithScore(node=TextNode(text=f"The harbour has {n} berths."), score=1.0) for n in range(3)]
-
-
-def raised(error: Exception, call: Callable[[], Any]) -> None:
-    """``call`` ends with this error, or with an error of ours that it caused."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        call()
-    chain: list[BaseException | None] = [caught.value]
-    while chain[-1] is not None:
-        chain.append(chain[-1].__cause__ or chain[-1].__context__)
-    assert error in chain or any(str(error) in str(each) for each in chain if each is not None), caught.value
-
-
-def in_loop(coroutine: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: asyncio.run(coroutine())
 
 
 async def adrain(response: Any) -> None:

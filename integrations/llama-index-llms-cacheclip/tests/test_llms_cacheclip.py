@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_cases import join_workers
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
@@ -26,7 +27,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-from llama_index_cases import WordEmbedding, join_workers
+from llama_index_cases import WordEmbedding
 
 from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_cases import Questions
 from llama_index.core import (
     Document,
     PromptTemplate,
@@ -31,7 +32,7 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.response_synthesizers.cacheclip.packing import WholeChunks
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
-from llama_index_cases import Events, Questions, WordEmbedding, scripted
+from llama_index_cases import Events, WordEmbedding, scripted
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.models import register_runtime

@@ -13,12 +13,12 @@ from typing import Any
 
 import llama_index.core
 import pytest
+from adapter_cases import exit_code_of
 from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-from llama_index_cases import exit_code_of
 
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.testing import SENTENCES, FakeRuntime

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from adapter_cases import leaves_the_queue
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 
-from cacheclip_rag.answering.turns import turns_of
-from cacheclip_rag.testing import fake_models, fake_of
+from cacheclip_rag.testing import fake_models
 
 
 async def streamed(model: Any) -> None:
@@ -29,19 +28,4 @@ async def streamed(model: Any) -> None:
 )
 async def test_it_leaves_the_queue(kind: Any, ask: Callable[[Any], Awaitable[Any]]) -> None:
     model = kind(**fake_models(), max_tokens=2)
-    turns = turns_of(model.engine.primary)
-
-    async def until(waiting: int) -> None:
-        while len(turns._prompts) != waiting:
-            await asyncio.sleep(0.001)
-
-    with turns.prompt():
-        task: asyncio.Task[Any] = asyncio.ensure_future(ask(model))  # type: ignore[assignment]
-        await asyncio.wait_for(until(2), 30)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(until(1), 30)
-    assert not fake_of(model.engine).prompts, "nothing was prefilled"
-    await ask(model)
-    assert len(fake_of(model.engine).prompts) == 1
+    await leaves_the_queue(model, ask)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_cases import join_workers
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
-from langchain_cases import RAG_PROMPT, Recorder, WordRetriever, join_workers
+from langchain_cases import RAG_PROMPT, Recorder, WordRetriever
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.question_answering import load_qa_chain

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_cases import Questions
 from langchain_cacheclip import (
     CacheClipDocumentTransformer,
     CacheClipLLM,
@@ -17,7 +18,7 @@ from langchain_cacheclip import (
     create_cacheclip_documents_chain,
     with_cacheclip_stats,
 )
-from langchain_cases import RAG_PROMPT, Questions, Recorder, WordRetriever
+from langchain_cases import RAG_PROMPT, Recorder, WordRetriever
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import get_usage_metadata_callback

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import langchain_cacheclip
 import pytest
+from adapter_cases import run_readme
 
 from cacheclip_rag.testing.door import names_outside_the_door
 
@@ -33,14 +33,5 @@ def test_all_imports() -> None:
 
 def test_readme(tiny_models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its program, on tiny models."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for name, own in (
-        ("Qwen/Qwen2.5-0.5B-Instruct", tiny_models["llama"]),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", tiny_models["auxiliary"]),
-        ("my-store", str(tmp_path)),
-    ):
-        assert program.count(name) == 1
-        program = program.replace(name, own)
-    exec(program, {})
+    run_readme(Path(__file__).parents[2], tiny_models, tmp_path)
     assert capsys.readouterr().out.split()[-1] == "1", "the document is a hit"

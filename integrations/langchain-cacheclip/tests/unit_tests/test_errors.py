@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from adapter_cases import FEW, OTHERS, OURS, in_loop, raised
 from langchain_cacheclip import CacheClipLLM as TextCacheClip, ChatCacheClip
 from langchain_cacheclip.base import ContextTooLongError
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.prebuilt import ToolNode
-from llama_index.core.bridge.pydantic import BaseModel, ValidationError
 
-from cacheclip_rag import ConfigurationError, MissingExtraError, ModelError, PromptTooLongError
+from cacheclip_rag import PromptTooLongError
 from cacheclip_rag.testing import fake_models, fake_of
-
-
-class Town(BaseModel):
-    name: str
-
-
-def invalid() -> ValidationError:
-    with pytest.raises(ValidationError) as caught:
-        Town.model_validate({})
-    return caught.value
-
-
-OURS = [ConfigurationError("it failed"), ModelError("it failed"), MissingExtraError("a part", "structured")]
-"""Errors of ours, of which the last is an ImportError too."""
-OTHERS = [
-    ValueError("half a character"),
-    TypeError("no tensor"),
-    invalid(),
-    RuntimeError("no memory left"),
-    KeyError("x"),
-]
-"""What libraries below may raise: jinja, tokenizers, torch, pydantic."""
-FEW = [OURS[0], *OTHERS[:3]]
-"""One of ours, and those that frameworks catch. All go through one component."""
 
 
 @pytest.fixture
 def chat(tmp_path: Any) -> ChatCacheClip:
     return ChatCacheClip(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
-
-
-def raised(error: Exception, call: Callable[[], Any]) -> None:
-    """``call`` ends with this error, or with an error of ours that it caused."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        call()
-    chain: list[BaseException | None] = [caught.value]
-    while chain[-1] is not None:
-        chain.append(chain[-1].__cause__ or chain[-1].__context__)
-    assert error in chain or any(str(error) in str(each) for each in chain if each is not None), caught.value
-
-
-def in_loop(coroutine: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: asyncio.run(coroutine())
 
 
 class TestLangChain:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_cases import exit_code_of, join_workers
 from langchain_cacheclip import (
     CacheClipDocumentStore,
     CacheClipDocumentTransformer,
@@ -20,7 +21,7 @@ from langchain_cacheclip import (
     ChatCacheClip,
     create_cacheclip_documents_chain,
 )
-from langchain_cases import RAG_PROMPT, exit_code_of, join_workers
+from langchain_cases import RAG_PROMPT
 from langchain_classic.indexes import SQLRecordManager
 from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
