@@ -52,6 +52,19 @@ def own_engines() -> Iterator[None]:
         engine._engines.clear()
 
 
+LOGGERS = [logging.getLogger(name) for name in ("cacheclip_rag", "cacheclip_serve", "cacheclip_vllm", "uvicorn")]
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_as_they_are() -> Iterator[None]:
+    """A command that serves in the tests' process gives loggers a handler, and levels."""
+    before = [(logger.handlers[:], logger.level) for logger in LOGGERS]
+    yield
+    for logger, (handlers, level) in zip(LOGGERS, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Random tensors of a test are the same ones, whatever ran before it."""
