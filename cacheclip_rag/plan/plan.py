@@ -239,16 +239,17 @@ def make_plan(
     )
     check_length(layout, runtime.context_tokens)
     absent = count_absent(set(documents) - set(layout.altered), segments, (span.segment for span in layout.chunks))
-    plan = Plan(layout, method, known_kv(layout), question=question, not_found=absent)
+    is_short = layout.num_tokens <= runtime.reuse_tokens
+    reused = kv_sources.held(layout.chunks) if method.reuses_chunks and is_short else ()
+    plan = Plan(layout, method, known_kv(layout, reused), question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
-    if layout.num_tokens > runtime.reuse_tokens:
+    if not is_short:
         obstacle = (
             f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
             f"above {runtime.reuse_tokens}: reuse would not be exact"
         )
         return replace(plan, fallback=obstacle, obstructed=True)
-    plan = replace(plan, known=known_kv(layout, kv_sources.held(layout.chunks)))
     missing = dict.fromkeys(span.whole for span in plan.missing)
     plan = replace(plan, unusable=sum(map(kv_sources.primary.store.holds_text, missing)))
     if not plan.reused:
@@ -262,7 +263,8 @@ def least_computed(plan: Plan, runs: Sequence[KVRun]) -> Plan:
     exact = [run for run in runs if run.source == KVSource.CACHED]
     known, ratio = sum(run.stop - run.start for run in exact), plan.method.nominal_ratio
     plain = plan.layout.num_tokens - known
-    fused, shorter = (known_kv(plan.layout, plan.reused, each).computed_tokens(ratio) for each in (exact, runs))
+    fused = known_kv(plan.layout, plan.reused, exact).computed_tokens(ratio)
+    shorter = known_kv(plan.layout, plan.reused, runs).computed_tokens(ratio) if len(exact) < len(runs) else fused
     if is_plain_better(plain, fused, shorter):
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
     return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
