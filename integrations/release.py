@@ -64,19 +64,26 @@ def copy(to: Path, url: str, tag: str) -> None:
         tomllib.loads(project.read_text(encoding="utf-8"))
 
 
+def built(folder: Path) -> list[Path]:
+    """Wheels and sdists in a folder."""
+    return sorted(each for each in folder.iterdir() if each.name.endswith((".whl", ".tar.gz")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="address of the repository, without a slash at its end")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files; is emptied")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files; earlier ones in it go")
     options = parser.parse_args()
     version = re.findall(r'__version__ = "(.+)"', (ROOT / "cacheclip_rag/base/version.py").read_text())[0]
-    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for earlier in built(options.out):
+        earlier.unlink()
     with TemporaryDirectory() as temporary:
         copied = Path(temporary)
         copy(copied, options.url.rstrip("/"), f"v{version}")
         for folder in folders(copied):
             subprocess.run([sys.executable, "-m", "build", "--outdir", options.out, folder], check=True, stdout=2)
-    files = sorted(options.out.iterdir())
+    files = built(options.out)
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
     print(f"\nTag the commit v{version}, then upload {len(files)} files:\n\n    twine upload {options.out}/*\n")
     for file in files:
