@@ -575,10 +575,10 @@ class DyingEncode(Encode):
 def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:  # noqa: F811
     """Started once: it takes seconds. Yields a folder of its workers."""
     ray = pytest.importorskip("ray", reason="the extra ray is not installed: pip install -e '.[ray]'")
-    folder, root = tmp_path_factory.mktemp("ray"), Path(__file__).parents[2]
+    folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patch:
         set_environment(patch, s3_address, folder)
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(root), str(root / "integrations"))))
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # helpers of tests
         patch.setenv("DYING_FLAG", str(folder / "died"))
         ray.init(
             num_cpus=2,
