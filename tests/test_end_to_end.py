@@ -70,7 +70,7 @@ def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
 
 
 def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
-    from cacheclip_rag.fusion.fuse import choose_rows
+    from cacheclip_rag.prompt.known_kv import choose_rows
 
     runtime = engine.primary
     caches = engine.parts.auxiliary_caches

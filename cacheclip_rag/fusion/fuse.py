@@ -14,18 +14,18 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.plan import KVSources, Plan
-from ..prompt.known_kv import KnownKV, known_kv
-from ..prompt.layout import Span, question_slots, question_text
+from ..prompt.known_kv import choose_rows, known_kv
+from ..prompt.layout import Span, question_text
 from ..runtime.base import KVMatch, KVSource, State, wait_for
 from ..runtime.transformers.cache import FusedCache, Geometry
 from ..runtime.transformers.model import ModelRuntime
@@ -55,70 +55,38 @@ def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """What the choice of tokens is made by."""
+class _FusedPass:
+    """One plan on its way through the model."""
 
     plan: Plan
     kv_sources: KVSources
     clock: PhaseClock
-
-    def seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, known, auxiliary = self.plan.layout, self.plan.known, self.kv_sources.auxiliary
-        candidates, continued = None, known.held if known.turns else None
-        if known.turns:
-            stale = torch.from_numpy(known.stale)
-            candidates = [stale[span.start : span.stop] for span in scorable]
-
-        def auxiliary_scores(scorer: Any) -> list[torch.Tensor]:
-            assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-            asked = self.plan.question or question_text(layout)
-            return auxiliary.score(scorable, asked, scorer, self.clock, when_read)
-
-        return {
-            "layout": layout,
-            "known": known,
-            "spans": scorable,
-            "num_chunk_tokens": known.rated_tokens,
-            "candidates": candidates,
-            "question": question_slots(layout, self.plan.question, continued),
-            "fresh": choose_rows(known, []),
-            "auxiliary_scores": auxiliary_scores,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FusedPass(_Choice):
-    """One plan on its way through the model."""
-
     runtime: ModelRuntime
     capacity: int
     geometry: Geometry | None
 
     def run(self, match: KVMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
-        unread = [span for span in plan.reused if not plan.known.is_held(span)]
-        texts = list(dict.fromkeys(span.whole for span in unread))
-        numbers = {text: number for number, text in enumerate(texts)}
+        texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.known.is_held(span)))
         with self.kv_sources.primary.read_ahead(texts, once=True) as reading:
             if not plan.method.needs_auxiliary:  # whose KV is needed first
                 with clock.phase("read"):
                     reading.start()
             with clock.phase("select"):
                 scorable = [span for span in plan.reused if not plan.known.is_exact(span)]
-                view = PromptView(**self.seen(scorable, reading.start))
+                view = view_of(plan, self.kv_sources, clock, scorable, reading.start)
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
-            return reading.until_whole(lambda reading: self._assemble_and_recompute(match, reading, numbers, scores))
+            return reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
 
     def _assemble_and_recompute(
         self,
         match: KVMatch,
         reading: ReadAhead,
-        numbers: Mapping[str, int],
+        texts: Sequence[str],
         scores: Mapping[Span, torch.Tensor],
     ) -> Fused | None:
-        """Write prefix and chunk KV, which ``reading`` gives by the numbers of texts, into a cache and recompute on it.
-        A chunk that cannot be read becomes ordinary text. Raises ReadAgain if some KV turned out to be damaged."""
+        """Write prefix and chunk KV, which ``reading`` gives of these texts, into a cache and recompute on it. A chunk
+        that cannot be read becomes ordinary text. Raises ReadAgain if some KV turned out to be damaged."""
         plan, clock = self.plan, self.clock
         layout = plan.layout
         with clock.phase("assemble"):
@@ -126,7 +94,7 @@ class _FusedPass(_Choice):
             cache.geometry = self.geometry
             if plan.known.held.any():
                 match.write_to(cache)  # tokens that are not held are overwritten
-            reused, pieces = self._pieces(reading, numbers)
+            reused, pieces = self._pieces(reading, texts)
             if not reused:
                 return None
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
@@ -154,10 +122,8 @@ class _FusedPass(_Choice):
             with clock.phase("assemble", within="recompute"):
                 write(layer)
 
-        scored = [span for span in scores if span in reused]
-        pass_ = replace(self, plan=kept)
-        missing = None if plan.method.reads_cache else before_layer
-        fused = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        left = {span: of_span for span, of_span in scores.items() if kept.known.chunk[span.start]}
+        fused = self._recompute(kept, cache, left, None if plan.method.reads_cache else before_layer)
         busy_s = reading.busy_s()
         clock.reading_s += busy_s
         if began:
@@ -166,15 +132,14 @@ class _FusedPass(_Choice):
 
     def _recompute(
         self,
+        plan: Plan,
         cache: FusedCache,
-        scorable: Sequence[Span],
-        scores: Sequence[torch.Tensor],
+        scores: Mapping[Span, torch.Tensor],
         before_layer: Callable[[int], None] | None,
     ) -> Fused:
         """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
         None if the cache has that of all layers."""
-        plan, clock, runtime = self.plan, self.clock, self.runtime
-        layout, known, method = plan.layout, plan.known, plan.method
+        clock, runtime, layout, method = self.clock, self.runtime, plan.layout, plan.method
         charged = 0
 
         def full_prefill() -> FusedCache:
@@ -183,14 +148,10 @@ class _FusedPass(_Choice):
             return runtime.prefill(layout.ids, layout.num_tokens)[0]
 
         with clock.phase("select"):
-            view = CacheView(
-                **self.seen(scorable),
-                runtime=runtime,
-                cache=cache,
-                full_prefill=full_prefill,
-            )
-            masks = method.select(view, scores)
-            rows = choose_rows(known, zip(scorable, masks, strict=True))
+            prompt = view_of(plan, self.kv_sources, clock, [*scores])
+            view = CacheView(**vars(prompt), runtime=runtime, cache=cache, full_prefill=full_prefill)
+            masks = method.select(view, [*scores.values()])
+            rows = choose_rows(plan.known, zip(scores, masks, strict=True))
             row_filter = method.row_filter(view, rows)
         with clock.phase("recompute"):
             method.prepare(view, masks)
@@ -211,9 +172,9 @@ class _FusedPass(_Choice):
         charged_tokens = charged / runtime.num_layers
         return fused_of(cache, logits, plan, rows, charged_tokens, has_own_positions=cache.geometry is not None)
 
-    def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
+    def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
-        layout, known = self.plan.layout, self.plan.known
+        layout, known, numbers = self.plan.layout, self.plan.known, {text: number for number, text in enumerate(texts)}
         reused, pieces = list[Span](), list[tuple[int, KV]]()
         if known.count(KVSource.PREFIX):
             pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix_kv, 0, layout.num_prefix)))
@@ -227,6 +188,31 @@ class _FusedPass(_Choice):
                 reused.append(span)
                 pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
         return reused, pieces
+
+
+def view_of(
+    plan: Plan,
+    kv_sources: KVSources,
+    clock: PhaseClock,
+    spans: Sequence[Span],
+    when_read: Callable[[], None] | None = None,
+) -> PromptView:
+    """What a plan's method chooses tokens of spans by. ``when_read``: called when the auxiliary's KV is read."""
+    layout, known, auxiliary = plan.layout, plan.known, kv_sources.auxiliary
+    stale = torch.from_numpy(known.stale)
+    ask_auxiliary = None
+    if auxiliary is not None:
+        asked = plan.question or question_text(layout)
+        ask_auxiliary = partial(auxiliary.score, spans, asked, clock=clock, when_read=when_read)
+    return PromptView(
+        layout=layout,
+        known=known,
+        spans=spans,
+        num_chunk_tokens=known.rated_tokens,
+        candidates=[stale[span.start : span.stop] for span in spans] if known.turns else None,
+        asked=plan.question,
+        auxiliary_scores=ask_auxiliary,
+    )
 
 
 def fused_of(
@@ -246,21 +232,6 @@ def fused_of(
     charged_tokens = float(len(chosen)) if charged_tokens is None else charged_tokens
     first = None if has_own_positions else int(computed[0])
     return Fused(state, logits, plan, chosen, charged_tokens, first, None if has_own_positions else stale)
-
-
-def choose_rows(known: KnownKV, selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Strictly increasing int64 positions to compute: all tokens whose KV has no source, plus the selected chunk
-    tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always computed: its logits
-    give the first new token."""
-    active = known.source == KVSource.COMPUTED
-    chosen = [*selected]
-    if chosen:  # all masks at once: a conversion of each would cost an operation
-        lengths = [len(span.tokens) for span, _ in chosen]
-        masks = np.split(torch.cat([mask for _, mask in chosen]).numpy(), np.cumsum(lengths)[:-1])
-        for (span, _), mask in zip(chosen, masks, strict=True):
-            active[span.start : span.stop] |= mask
-    active[-1] = True
-    return torch.from_numpy(active.nonzero()[0])
 
 
 # -- for another process, or an engine that shows no KV ----------------------------------------------------------------
@@ -311,18 +282,13 @@ def choose_ahead(
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
-    spans = [span for span in plan.reused if not plan.known.is_exact(span)]
-    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock)
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
-        early = method.score(PromptView(**choice.seen(spans, when_read)))
-        view = CacheView(
-            **choice.seen(spans),
-            runtime=unread,
-            cache=unread,
-            full_prefill=lambda: unread.prefill,
-        )
-        masks = method.select(view, early)
+        spans = [span for span in plan.reused if not plan.known.is_exact(span)]
+        view = view_of(plan, kv_sources, clock, spans, when_read)
+        early = method.score(view)
+        assembled = CacheView(**vars(view), runtime=unread, cache=unread, full_prefill=lambda: unread.prefill)
+        masks = method.select(assembled, early)
     return dict(zip(spans, masks, strict=True))
 
 

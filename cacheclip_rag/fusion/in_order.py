@@ -16,11 +16,11 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..plan.plan import KVSources, Plan
-from ..prompt.known_kv import known_kv
+from ..prompt.known_kv import choose_rows, known_kv
 from ..runtime.base import KVMatch, KVSource, State
 from ..store import KV, ReadAhead, bytes_of
 from .answer import Fused
-from .fuse import choose_ahead, choose_rows, fused_of
+from .fuse import choose_ahead, fused_of
 from .wire import runs_of
 
 Runs = Sequence[tuple[int, int]]

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from ..base.clock import PHASES as PHASES
     from ..base.machine import processor_name as processor_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
-    from ..fusion.fuse import choose_rows as choose_rows
     from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
     from ..guards.identity import Identity as Identity, differences as differences
-    from ..prompt.known_kv import known_kv as known_kv
+    from ..prompt.known_kv import choose_rows as choose_rows, known_kv as known_kv
     from ..prompt.layout import lay_out as lay_out
     from ..prompt.segments import segment_text as segment_text
     from ..runtime.transformers.attention_pattern import Probe as Probe
@@ -49,10 +48,9 @@ __getattr__, __all__ = late_names(
         "..base.clock": "PHASES",
         "..base.machine": "processor_name",
         "..chunks.caches": "ChunkCaches",
-        "..fusion.fuse": "choose_rows",
         "..guards.fidelity": "greedy kl_divergence read_along",
         "..guards.identity": "Identity differences",
-        "..prompt.known_kv": "known_kv",
+        "..prompt.known_kv": "choose_rows known_kv",
         "..prompt.layout": "lay_out",
         "..prompt.segments": "segment_text",
         "..runtime.transformers.attention_pattern": "Probe",

@@ -1,6 +1,6 @@
 """What is known of a prompt's KV before it is computed: the source of every token's, and how near it is to exact.
 
-Plan, prefill, fusion and the ratio's controller ask this one value. No tensors.
+Plan, prefill, fusion and the ratio's controller ask this one value. It holds no tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..runtime.base import KVRun, KVSource
 from .layout import Layout, Span
@@ -113,3 +114,18 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
     source[read] = np.where(own[read], KVSource.OWN_CONTEXT, KVSource.STORED)
     stale = np.where(held, stale, source == KVSource.STORED)
     return KnownKV(tuple(reused), source, chunk, held, own, own | (source == KVSource.CACHED), stale, turns)
+
+
+def choose_rows(known: KnownKV, selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
+    """Strictly increasing int64 positions to compute: all tokens whose KV has no source, plus the selected chunk
+    tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always computed: its logits
+    give the first new token."""
+    active = known.source == KVSource.COMPUTED
+    chosen = [*selected]
+    if chosen:  # all masks at once: a conversion of each would cost an operation
+        lengths = [len(span.tokens) for span, _ in chosen]
+        masks = np.split(torch.cat([mask for _, mask in chosen]).numpy(), np.cumsum(lengths)[:-1])
+        for (span, _), mask in zip(chosen, masks, strict=True):
+            active[span.start : span.stop] |= mask
+    active[-1] = True
+    return torch.from_numpy(active.nonzero()[0])

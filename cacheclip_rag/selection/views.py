@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..prompt.known_kv import KnownKV
-from ..prompt.layout import Layout, Span
+from ..prompt.known_kv import KnownKV, choose_rows
+from ..prompt.layout import Layout, Span, question_slots
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptView:
     """A prompt whose stored chunks are known but not read yet."""
 
@@ -29,16 +29,24 @@ class PromptView:
     candidates: Sequence[torch.Tensor] | None = None
     """Per span a ``(num_tokens,)`` bool mask of the tokens that may be chosen; None: all. In continued KV, what earlier
     questions recomputed may not."""
-    question: torch.Tensor
-    """``(num_question_tokens,)`` int64, slots of the question's tokens."""
-    fresh: torch.Tensor
-    """``(num_rows,)`` int64, slots that are always computed: text between chunks, question, missing chunks."""
-    auxiliary_scores: Callable[[Any], list[torch.Tensor]]
+    asked: str | None
+    """The question, if the caller gave one."""
+    auxiliary_scores: Callable[[Any], list[torch.Tensor]] | None
     """Asks the auxiliary model for scores (``AuxiliaryPass.score``): per span ``(num_tokens,)`` of the primary's
-    tokens. Costs a forward pass."""
+    tokens. Costs a forward pass. None: the method does not need the auxiliary model."""
+
+    @property
+    def question(self) -> torch.Tensor:
+        """``(num_question_tokens,)`` int64, slots of the question's tokens."""
+        return question_slots(self.layout, self.asked, self.known.held if self.known.turns else None)
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """``(num_rows,)`` int64, slots that are always computed: text between chunks, question, missing chunks."""
+        return choose_rows(self.known, [])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheView(PromptView):
     """The same prompt with its stored KV assembled at true positions. Nothing is recomputed yet."""
 

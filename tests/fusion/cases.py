@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.prompt.known_kv import known_kv
+from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.prompt.layout import Layout, lay_out
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument

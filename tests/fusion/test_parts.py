@@ -15,10 +15,9 @@ import torch
 from transformers import AutoTokenizer
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.known_kv import known_kv
+from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
 from tests.conftest import QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
-from cacheclip_rag.prompt.known_kv import known_kv
+from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
 from cacheclip_rag.runtime.transformers.cache import Geometry

@@ -9,8 +9,7 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.fusion.fuse import choose_rows
-from cacheclip_rag.prompt.known_kv import known_kv
+from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.runtime.transformers.cache import Geometry, cache_argument
 from tests.conftest import CHUNKS, lose
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache

@@ -49,4 +49,7 @@ class AuxiliaryAttention(PromptScorer):
         return () if self.heads in ("auto", "none") else (self.heads,)
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
+        assert view.auxiliary_scores is not None, (
+            "a method that asks for the auxiliary's scores declares needs_auxiliary"
+        )
         return view.auxiliary_scores(self)
