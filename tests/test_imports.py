@@ -243,6 +243,18 @@ print({optional} & {{name.split(".")[0] for name in sys.modules}})
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_fakes_and_tiny_models_need_no_pytest() -> None:
+    code = """
+import sys; sys.modules["pytest"] = None
+from cacheclip_rag import CacheClipEngine, testing
+
+ready = [name for name in testing.__all__ if not name.endswith("Conformance") and getattr(testing, name)]
+assert CacheClipEngine(**testing.fake_models()).generate("How tall is it?").text
+print(len(testing.__all__) - len(ready))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "3\n"
+
+
 def test_modules_of_earlier_names_stay() -> None:
     """Programs of users import them."""
     from cacheclip_rag import fusion, sampling, types

@@ -1,13 +1,12 @@
 """Conformance suites that third parties inherit to test their own parts, and tiny models for tests.
 
-Needs pytest.
+The suites and the plug-in need pytest; the rest, such as :class:`FakeRuntime`, does not.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
-
-import pytest
 
 from ..base.late import late_names
 
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
     )
 
 
-pytest.register_assert_rewrite(*(f"cacheclip_rag.testing.{name}" for name in ("backends", "methods", "runtimes")))
+if pytest := sys.modules.get("pytest"):  # it is told before the suites are imported
+    pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("backends", "methods", "runtimes")))
 
 __getattr__, __all__ = late_names(
     __name__,

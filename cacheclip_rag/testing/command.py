@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, cast
-
-import pytest
+from typing import TYPE_CHECKING, Any, cast
 
 from ..base.python import python_command, python_environment
+
+if TYPE_CHECKING:
+    import pytest
 
 
 @dataclass(frozen=True, slots=True)
