@@ -20,7 +20,7 @@ from .answering.prefill import Prefilled
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
 from .base.errors import CacheClipError, MissingExtraError
-from .base.guests import MEASUREMENTS, guests, load_guest
+from .base.guests import MEASUREMENTS, fitting, guests, load_guest
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -247,8 +247,9 @@ class CacheClipEngine:
         chosen = self.make_method(method, AUTO_RATIO)
         if "profile" not in guests(MEASUREMENTS):
             raise MissingExtraError("cacheclip-lab (needed to measure a profile)", "lab")
-        measure = load_guest(MEASUREMENTS, "profile")
+        measure = load_guest(MEASUREMENTS, "profile", "a function of engine, method and identity")
         profile: Profile = measure(self, chosen, self.parts.controllers.profile_identity(chosen))
+        fitting(MEASUREMENTS, "profile", profile, "a Profile", lambda each: isinstance(each, Profile))
         self.parts.controllers.use_profile(chosen, profile)
         profile.save()
         return profile

@@ -5,59 +5,98 @@ At import they would close a circle: they import this package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from .errors import ConfigurationError
+from .errors import CacheClipError, ConfigurationError, first_line
 
 STORES = "cacheclip.stores"
 """Group of what opens stores, by the scheme of their URLs."""
 MEASUREMENTS = "cacheclip.measurements"
 """Group of what measures an engine, by name: ``profile``."""
 
+_T = TypeVar("_T")
+
 
 @cache
-def guests(group: str) -> Mapping[str, EntryPoint]:
-    """Entry points of a group such as ``cacheclip.commands`` by name, in alphabetical order; none is loaded.
-
-    Raises:
-        ConfigurationError: two distributions bring the same name.
-    """
-    found: dict[str, EntryPoint] = {}
+def guests(group: str) -> Mapping[str, Sequence[EntryPoint]]:
+    """Entry points of a group such as ``cacheclip.commands`` by name, in alphabetical order; none is loaded. Several
+    have one name if distributions do not know of one another."""
+    by_name: dict[str, dict[str, EntryPoint]] = {}
     for each in sorted(entry_points(group=group), key=lambda each: (each.name, each.value)):
-        other = found.setdefault(each.name, each)
-        if other.value != each.value:
-            raise ConfigurationError(
-                f"two distributions bring {each.name!r} as {group}: {_distribution(other)} ({other.value}) and "
-                f"{_distribution(each)} ({each.value}). Uninstall one of them."
-            )
-    return found
+        by_name.setdefault(each.name, {}).setdefault(each.value, each)
+    return {name: tuple(each.values()) for name, each in by_name.items()}
 
 
-def load_guest(group: str, name: str) -> Any:
+def load_guest(group: str, name: str, expected: str, fits: Callable[[Any], bool] = callable) -> Any:
     """The object of an entry point.
 
+    Args:
+        expected: what it must be, for messages, such as ``a function``.
+        fits: whether it is that.
+
     Raises:
-        ConfigurationError: no distribution brings it, or its module cannot be imported.
+        ConfigurationError: no distribution brings it, or two; its module cannot be imported; it is something else. The
+            message names the distribution.
     """
     known = guests(group)
     if name not in known:
         raise ConfigurationError(f"no installed distribution brings {name!r} as {group}. Known: {', '.join(known)}.")
-    return _loaded(known[name])
+    if len(known[name]) > 1:
+        brought = " and ".join(f"{distribution(each)} ({each.value})" for each in known[name])
+        raise ConfigurationError(f"two distributions bring {name!r} as {group}: {brought}. Uninstall one of them.")
+    try:
+        guest = _loaded(known[name][0])
+    except (Exception, SystemExit) as error:  # whatever its module does when it is imported
+        raise unusable(group, name, f"{type(error).__name__}: {first_line(error)}") from error
+    return fitting(group, name, guest, expected, fits)
+
+
+def fitting(group: str, name: str, guest: _T, expected: str, fits: Callable[[Any], bool]) -> _T:
+    """What an entry point's object is or returned, unless it is something else, as for :func:`load_guest`."""
+    if not fits(guest):
+        raise unusable(group, name, f"expected {expected}, got {guest!r}")
+    return guest
+
+
+def ask_guest(group: str, name: str, question: Callable[[Any], _T], expected: str, fits: Any = callable) -> _T:
+    """What an entry point's object answers. Its errors are ConfigurationErrors that name its distribution; other
+    arguments are those of :func:`load_guest`."""
+    guest = load_guest(group, name, expected, fits)
+    try:
+        return question(guest)
+    except CacheClipError as error:  # which says what to do
+        raise ConfigurationError(f"{brought_by(group, name)}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise unusable(group, name, f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def lacking(guest: object, protocol: type) -> list[str]:
+    """Functions of a protocol that an object does not have."""
+    names = (name for name in vars(protocol) if not name.startswith("_"))
+    return [name for name in names if not callable(getattr(guest, name, None))]
+
+
+def unusable(group: str, name: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot use {brought_by(group, name)}: {why}. Install the version of it that belongs to this version of "
+        "cacheclip-rag, or uninstall it."
+    )
+
+
+def brought_by(group: str, name: str) -> str:
+    """An entry point and its distribution, for messages."""
+    [guest, *_] = guests(group)[name]
+    return f"{name!r} ({guest.value}) of {distribution(guest)} as {group}"
 
 
 @cache
 def _loaded(guest: EntryPoint) -> Any:
-    try:
-        return guest.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"cannot load {guest.name!r} ({guest.value}) of {_distribution(guest)}: {type(error).__name__}: {error}. "
-            "Install the version of it that belongs to this version of cacheclip-rag, or uninstall it."
-        ) from error
+    return guest.load()
 
 
-def _distribution(guest: EntryPoint) -> str:
-    return guest.dist.name if guest.dist else "an unknown distribution"
+def distribution(guest: EntryPoint) -> str:
+    """Name and version of the distribution that brings an entry point."""
+    return f"{guest.dist.name} {guest.dist.version}" if guest.dist else "an unknown distribution"

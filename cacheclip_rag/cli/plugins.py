@@ -9,16 +9,20 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 from typer.models import CommandInfo
 
 from ..base.errors import ConfigurationError, MissingExtraError
-from ..base.guests import guests, load_guest
+from ..base.guests import ask_guest, distribution, guests, lacking
 from ..base.removed import OPTIONS, refuse_removed
 from .companions import COMPANIONS, Companion
 from .options import SettingsCommand
 from .tables import BROUGHT, TABLES, Table
 
 GROUP = "cacheclip.commands"
+_EXPECTED = "a function that gets Commands (see cacheclip_rag.plugins)"
+FAILED: list[str] = []
+"""Entry points whose commands are missing, or some of them, because they failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,10 @@ class Commands:
     app: typer.Typer
     groups: Mapping[str, typer.Typer] = field(default_factory=dict)
     """Commands of commands, such as ``store``, by name."""
+    owner: str = "another distribution"
+    """Name and version of the distribution."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Who brought each command that is not this package's."""
 
     def add(
         self, name: str, command: Callable[..., None], table: type[Table] | None = None, *, takes_flags: bool = False
@@ -38,16 +46,34 @@ class Commands:
             name: such as ``eval``, or ``store remove`` for one of a group.
             table: of its settings in a file of ``--settings``.
             takes_flags: whether options that it does not declare are no error (``typer.Context.args`` has them).
+
+        Raises:
+            ConfigurationError: there is such a command, no such group, or typer cannot make options of its parameters.
         """
         group, _, own = name.rpartition(" ")
+        if group and group not in self.groups:
+            raise ConfigurationError(
+                f"expected a command of its own, or of one of the groups {', '.join(self.groups)}, got {name!r}."
+            )
         context = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_flags else None
         app = self.groups[group] if group else self.app
+        if own in [each.name for each in (*app.registered_commands, *app.registered_groups)]:
+            raise ConfigurationError(
+                f"cacheclip {name} is a command of {self.owners.get(name, 'cacheclip-rag')} already. Give that of "
+                f"{self.owner} another name."
+            )
+        alone = typer.Typer(add_completion=False)
+        alone.command(own)(command)
+        get_command(alone)  # here, where it is known whose command it is
         app.command(own, cls=SettingsCommand, context_settings=context)(command)
+        self.owners[name] = self.owner
         if table is not None:
             TABLES[name] = table
 
     def keep_beside(self, companion: Companion) -> None:
-        """Ask a companion wherever a command looks into a store."""
+        """Ask a companion wherever a command looks into a store. Raises ConfigurationError: it lacks a function."""
+        if lacks := lacking(companion, Companion):
+            raise ConfigurationError(f"expected a Companion, got {companion!r} without {', '.join(lacks)}.")
         COMPANIONS.append(companion)
 
 
@@ -58,7 +84,7 @@ class CommandGroup(TyperGroup):
         refuse_removed(args[:1], OPTIONS)
         if args and self.get_command(ctx, args[0]) is None:
             name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
-            if name in BROUGHT:
+            if name in BROUGHT and BROUGHT[name] not in FAILED:
                 raise MissingExtraError(f"cacheclip {name}", BROUGHT[name])
         return super().resolve_command(ctx, args)
 
@@ -75,14 +101,14 @@ class CommandLine(typer.Typer):
     @property
     def registered_commands(self) -> list[CommandInfo]:
         if not self._is_loaded:
-            self._is_loaded = True
-            for name in guests(GROUP):
+            self._is_loaded, owners = True, dict[str, str]()
+            for name, [guest, *_] in guests(GROUP).items():
+                commands = Commands(self, self.groups, distribution(guest), owners)
                 try:
-                    register = load_guest(GROUP, name)
+                    ask_guest(GROUP, name, lambda register, its=commands: register(its), _EXPECTED)
                 except ConfigurationError as error:  # the other commands work
-                    typer.echo(f"cacheclip: {error}", err=True)
-                else:
-                    register(Commands(self, self.groups))
+                    FAILED.append(name)
+                    typer.echo(f"cacheclip: {error} Commands of it are missing.", err=True)
         return self._commands
 
     @registered_commands.setter

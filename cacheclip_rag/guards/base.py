@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base.errors import ConfigurationError
-from ..base.guests import guests, load_guest
+from ..base.guests import ask_guest, fitting, guests
 
 if TYPE_CHECKING:
     from ..base.sampling import SamplingParams
@@ -73,13 +72,12 @@ def brought_observers(config: EngineConfig) -> list[Observer]:
     """Observers that other distributions bring for an engine with these settings, in the order of their names.
 
     Raises:
-        ConfigurationError: one cannot be imported, or is no observer.
+        ConfigurationError: one cannot be imported, fails, or is no observer. It may be there to refuse plans or to keep
+            records, so that no engine goes without it.
     """
     observers = []
     for name in guests(GROUP):
-        observer = load_guest(GROUP, name)(config)
-        if isinstance(observer, Observer):
-            observers.append(observer)
-        elif observer is not None:
-            raise ConfigurationError(f"expected an Observer or None of {name!r} ({GROUP}), got {observer!r}.")
+        made = ask_guest(GROUP, name, lambda make: make(config), "a function of an engine's config")
+        if fitting(GROUP, name, made, "an Observer or None", lambda each: each is None or isinstance(each, Observer)):
+            observers.append(made)
     return observers

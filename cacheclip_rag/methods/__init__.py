@@ -52,9 +52,9 @@ def preset(name: str) -> Method:
         return PRESETS[name]
     from .base import Method
 
-    method = load_guest(_GROUP, name)
-    if not isinstance(method, Method) or method.name != name:
-        raise ConfigurationError(f"expected a Method with the name {name!r} as {_GROUP}, got {method!r}.")
+    method: Method = load_guest(
+        _GROUP, name, f"a Method with the name {name!r}", lambda each: isinstance(each, Method) and each.name == name
+    )
     return method
 
 

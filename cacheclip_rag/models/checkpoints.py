@@ -21,11 +21,12 @@ from ..base.errors import (
     first_line,
     is_panic,
 )
+from ..base.guests import guests
 from ..base.paths import expanded
 from ..runtime.transformers.architectures import check_supported
 from .devices import DEVICE_MAPS, check_device
 from .fingerprint import FileState, file_states, fingerprint
-from .loaders import ModelLoader, offered_names, uses_tools
+from .loaders import RUNTIMES, ModelLoader, offered_names, unusable_loaders, uses_tools
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
@@ -63,16 +64,17 @@ class TransformersLoader(ModelLoader):
                 f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
                 "folder that contains config.json and *.safetensors, or to a GGUF file itself."
             )
-        if folder.suffix.lower() == _GGUF:
+        if folder.suffix.lower() == _GGUF and "llama-cpp" not in guests(RUNTIMES):
             raise MissingExtraError(f"what runs {name!r}", "llama-cpp")
         offered, rest = offered_names(), name.rpartition(":")[2]
-        if name.startswith(_PACKAGED) and not offered:
+        if name.startswith(_PACKAGED) and "packaged" not in guests(RUNTIMES):
             raise MissingExtraError(f"what fetches {name!r}", "lab")
         if not _HUB_ID.match(name) or name.startswith((".", "~")):
             similar = dict.fromkeys(f"{each.partition(':')[0]}:{rest}" for each in offered)
+            hint = did_you_mean(similar, offered) + _listed(" Packaged names: ", offered) + unusable_loaders()
             raise UnknownModelError(
                 f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the "
-                f"form 'owner/name'.{did_you_mean(similar, offered)}{_listed(' Packaged names: ', offered)}"
+                f"form 'owner/name'.{hint}"
             )
 
     @property

@@ -21,7 +21,7 @@ from ..runtime.base import DTYPES
 from .checkpoints import TransformersLoader
 from .devices import DEVICE_MAPS, choose_device, has_device
 from .fingerprint import FileState
-from .loaders import RUNTIMES, ModelLoader, guest_loaders
+from .loaders import RUNTIMES, ModelLoader, guest_loader
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -78,8 +78,8 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
 def loader_of(name: str) -> ModelLoader:
     """The loader of the model called ``name``: of a runtime that was registered, of another distribution, else of
     transformers."""
-    kinds: list[type[ModelLoader]] = [_FactoryLoader, *guest_loaders(), TransformersLoader]
-    return next(each for each in kinds if each.matches(name))(name)
+    kind = _FactoryLoader if _FactoryLoader.matches(name) else guest_loader(name)
+    return (kind or TransformersLoader)(name)
 
 
 def check_name(name: str) -> None:

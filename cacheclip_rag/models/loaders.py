@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.errors import ConfigurationError
-from ..base.guests import guests, load_guest
+from ..base.guests import ask_guest, guests
 from ..base.paths import expanded
 from .devices import choose_device
 from .fingerprint import FileState
@@ -19,6 +20,7 @@ from .fingerprint import FileState
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 RUNTIMES = "cacheclip.runtimes"
@@ -117,26 +119,41 @@ class ModelLoader(ABC):
         cannot be reused exactly; ModelError: files are missing or damaged, or memory is too small."""
 
 
-def guest_loaders() -> list[type[ModelLoader]]:
-    """Loaders of other distributions, by the names of their entry points. One that cannot be imported is left out with
-    a warning: models of the others work."""
-    found = []
+_unusable: dict[str, str] = {}
+"""Why loaders of other distributions cannot be used, by the names of their entry points."""
+
+
+def _ask_each(question: Callable[[type[ModelLoader]], _T]) -> Iterator[_T]:
+    """What loaders of other distributions answer, by the names of their entry points. One that cannot be used is left
+    out with a warning: models of the others work."""
     for name in guests(RUNTIMES):
         try:
-            found.append(load_guest(RUNTIMES, name))
+            answer = ask_guest(RUNTIMES, name, question, "a subclass of ModelLoader with matches and load", _is_loader)
         except ConfigurationError as error:
-            _warn_once(str(error))
-    return found
+            if _unusable.get(name) != str(error):
+                logger.warning("%s", error)
+            _unusable[name] = str(error)
+        else:
+            yield answer
 
 
-@lru_cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+def _is_loader(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, ModelLoader) and not inspect.isabstract(kind)
+
+
+def guest_loader(name: str) -> type[ModelLoader] | None:
+    """The loader of another distribution that takes a model's name."""
+    return next((loader for loader, takes in _ask_each(lambda each: (each, each.matches(name))) if takes), None)
 
 
 def offered_names() -> list[str]:
     """Names of all models that can be fetched without a model hub, for messages."""
-    return [name for each in guest_loaders() for name in each.names()]
+    return [name for names in _ask_each(lambda each: list(each.names())) for name in names]
+
+
+def unusable_loaders() -> str:
+    """What to add to the message that no loader takes a name."""
+    return "".join(f" It may be of a distribution that could not be asked: {each}" for each in _unusable.values())
 
 
 def uses_tools(template: object) -> bool:

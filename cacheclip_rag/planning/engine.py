@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from ..base.errors import ConfigurationError
 from ..config import EngineConfig
 from ..fusion.fuse import plan_ahead
 from ..fusion.wire import FusionPlan
-from ..guards.base import Observer
+from ..guards.base import Observer, brought_observers
 from ..guards.certificate import CertificateGuard, check_certificate
 from ..guards.misses import MissWarning
 from ..methods.base import Method
@@ -76,8 +76,12 @@ class PlanningEngine:
         self.parts = Parts(self.config, shared, load_primary=load_primary)
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
-        self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
-        """Called with every plan."""
+        self.observers: list[Observer] = [
+            CertificateGuard(self.config),
+            MissWarning(),
+            *brought_observers(self.config),
+        ]
+        """Called with every plan, and with no answer: another process gives it."""
 
     @property
     def primary(self) -> PlanningRuntime:
@@ -170,10 +174,10 @@ class PlanningEngine:
         with clock.phase("lookup"):
             plan = self._answering.plan(request)
         for observer in self.observers:
-            observer.on_plan(plan, sources)
+            plan = observer.on_plan(plan, sources) or plan
         reason = plan.fallback if chosen.reuses_chunks else None
         if plan.reused:
-            reason = self.why_never(chosen)
+            reason = plan.bypass or self.why_never(chosen)
         if not plan.reused or reason is not None:
             return PlannedPrompt.plain(plan, reason, clock)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
@@ -210,4 +214,8 @@ class PlanningEngine:
         return tuple(tokenize_whole(segments, runtime).ids)
 
     def close(self) -> None:
-        self.parts.close()
+        """Close file handles, and end what observers do. The engine may be used again afterwards."""
+        with ExitStack() as closing:
+            closing.callback(self.parts.close)
+            for observer in reversed(self.observers):
+                closing.callback(observer.close)

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any, Protocol
 
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
-from ..base.guests import STORES, guests, load_guest
+from ..base.guests import STORES, guests, lacking, load_guest
 from ..base.paths import SCHEMES, is_url
 from ..base.urls import shown_url
 from .chunk_store import ChunkStore
@@ -72,7 +72,8 @@ def store_kind(url: str) -> StoreKind:
     """
     scheme, known = url.partition("://")[0], guests(STORES)
     if scheme in known:
-        kind: StoreKind = load_guest(STORES, scheme)
+        expected = "a StoreKind (see cacheclip_rag.store) with all its functions"
+        kind: StoreKind = load_guest(STORES, scheme, expected, lambda each: not lacking(each, StoreKind))
         return kind
     if scheme in SCHEMES:
         raise MissingExtraError("cacheclip-shared (for stores in object storage)", "shared")

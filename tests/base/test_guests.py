@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.context import is_here, known_context
 from cacheclip_rag.models.load import check_name, load_any, register_runtime
+from cacheclip_rag.planning import PlanningEngine
+from cacheclip_rag.store import open_chunk_store
 from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -35,12 +39,30 @@ class Seen(Observer):
         self.answers.append(answered.answer.text)
 
 
+class Doubting(Observer):
+    closed = 0
+
+    def on_plan(self, plan, kv_sources):
+        return replace(plan, bypass="the observer doubts it")
+
+    def close(self):
+        self.closed += 1
+
+
+def doubting(config):
+    return Doubting()
+
+
 def observer(config):
     return Seen() if config.shadow_rate == 0 else None
 
 
-def wrong(config):
+def wrong(*given):
     return "no observer"
+
+
+def failing(*given):
+    raise KeyError("nothing")
 """
 
 COMMANDS = """
@@ -51,10 +73,39 @@ def register(commands):
 
     commands.add("greet", greet)
     commands.add("store greet", greet)
+
+
+def taking(commands):
+    commands.add("early", lambda: print("Early."))
+    commands.add("store stats", lambda: None)
+
+
+def again(commands):
+    commands.add("greet", lambda: None)
+
+
+def grouped(commands):
+    commands.add("word count", lambda: None)
+
+
+def typed(commands):
+    def strange(words: list[list[str]]) -> None: ...
+
+    commands.add("strange", strange)
+
+
+def beside(commands):
+    commands.keep_beside(commands)
+
+
+def leaving(commands):
+    raise SystemExit("no more")
 """
 
 RUNTIME = """
 from cacheclip_rag.plugins import ModelLoader
+from cacheclip_rag.planning import PlanningEngine
+from cacheclip_rag.store import open_chunk_store
 from cacheclip_rag.testing.fake import FakeRuntime
 
 
@@ -73,7 +124,24 @@ class WordsLoader(ModelLoader):
 
 class Blind(WordsLoader):
     can_score = reads_kv = False
+
+
+class Unfinished(ModelLoader):
+    @classmethod
+    def matches(cls, name):
+        return True
+
+
+class Failing(WordsLoader):
+    @classmethod
+    def matches(cls, name):
+        raise KeyError("nothing")
+
+    names = matches
 """
+
+NAMED = r"'own' \(guest_of_a_test:?\w*\) of guest-of-a-test 1\.0 as cacheclip\."
+"""How a message names what is installed for a test."""
 
 
 @pytest.fixture
@@ -124,15 +192,28 @@ def test_a_runtime_takes_names(install: Install) -> None:
         register_runtime("words", FakeRuntime)
 
 
-def test_a_runtime_that_cannot_be_imported_is_left_out(
-    install: Install, tiny_models: dict[str, str], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        (":GoneLoader", "AttributeError: .* no attribute 'GoneLoader'"),
+        ("", "expected a subclass of ModelLoader with matches and load, got <module"),
+        (":FakeRuntime", "expected a subclass of ModelLoader with matches and load, got <class"),
+        (":Unfinished", "expected a subclass of ModelLoader with matches and load, got <class"),
+        (":Failing", "KeyError: 'nothing'"),
+    ],
+)
+def test_a_runtime_that_cannot_be_used_is_left_out(
+    install: Install, tiny_models: dict[str, str], caplog: pytest.LogCaptureFixture, named: str, why: str
 ) -> None:
-    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:GoneLoader"})
+    """With a warning, and in the error about a name that could be its own."""
+    install(source=RUNTIME, runtimes={"own": f"guest_of_a_test{named}"})
     for _ in range(2):
         assert known_context(tiny_models["llama"])
-    assert [each.message for each in caplog.records if "no attribute 'GoneLoader'" in each.message]
-    with pytest.raises(UnknownModelError):
-        check_name("of-a-test.words")
+    [warned] = [each.message for each in caplog.records if "guest-of-a-test" in each.message]
+    assert re.search(f"^cannot use {NAMED}runtimes: {why}.*uninstall it", warned)
+    for name in ("of-a-test.words", "packaged:of-a-test"):
+        with pytest.raises(UnknownModelError, match=f"no model is called.*could not be asked: cannot use {NAMED}"):
+            check_name(name)
 
 
 def test_a_runtime_says_what_it_cannot_do(install: Install) -> None:
@@ -157,10 +238,68 @@ def test_an_observer_sees_answers(install: Install, tiny_models: dict[str, str])
     assert type(observer) not in map(type, others), "it wanted none for this engine"
 
 
-def test_what_is_no_observer_is_refused(install: Install, tiny_models: dict[str, str]) -> None:
-    install(observers={"wrong": "guest_of_a_test:wrong"})
-    with pytest.raises(ConfigurationError, match="expected an Observer or None of 'wrong'"):
-        CacheClipEngine(primary=tiny_models["llama"])
+def test_an_observer_sees_plans_for_another_process(
+    install: Install, tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    """What it says of a plan counts as in an engine with the weights."""
+    options: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": None, "store": tmp_path, "method": "epic"}
+    CacheClipEngine(**options).precompute(CHUNKS)
+    assert PlanningEngine(**options).plan(rag_prompt(CHUNKS)).fusion is not None
+    install(observers={"doubting": "guest_of_a_test:doubting"})
+    engine, planner = CacheClipEngine(**options), PlanningEngine(**options)
+    assert engine.generate(rag_prompt(CHUNKS), max_tokens=1).stats.bypassed
+    planned = planner.plan(rag_prompt(CHUNKS))
+    assert (planned.fusion, planned.reason) == (None, "the observer doubts it")
+    planner.close()
+    [observer] = [each for each in planner.observers if isinstance(each, Observer) and hasattr(each, "closed")]
+    assert observer.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "needed"),
+    [
+        ("observers", lambda folder: CacheClipEngine(primary=folder)),
+        ("observers", lambda folder: PlanningEngine(primary=folder, store="a-store", method="epic")),
+        ("methods", lambda folder: preset("own")),
+        ("stores", lambda folder: open_chunk_store("own://place")),
+    ],
+    ids=["engine", "planner", "method", "store"],
+)
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        (":gone", "AttributeError: .* no attribute 'gone'"),
+        ("", "expected an? .*, got <module 'guest_of_a_test'"),
+        (":failing", "expected an? .*, got <function failing|KeyError: 'nothing'"),
+        (":wrong", "expected an? .*, got <function wrong|expected an Observer or None, got 'no observer'"),
+    ],
+)
+def test_what_is_needed_and_cannot_be_used_is_named(
+    install: Install, tiny_models: dict[str, str], group: str, needed: Any, named: str, why: str
+) -> None:
+    install(**{group: {"own": f"guest_of_a_test{named}"}})
+    with pytest.raises(ConfigurationError, match=f"^cannot use {NAMED}{group}: ({why}).*uninstall it"):
+        needed(tiny_models["llama"])
+
+
+def test_what_measures_is_named(install: Install, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheclip_rag.engine.MEASUREMENTS", "cacheclip.measures")
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic", recompute_ratio="auto")
+    for named, why in (
+        ("", "expected a function .*, got <module"),
+        (":wrong", "expected a Profile, got 'no observer'"),
+    ):
+        install(f"measuring{len(named)}", measures={"profile": f"guest_of_a_test{named}"})
+        with pytest.raises(ConfigurationError, match=rf"cannot use 'profile' .* of measuring{len(named)} 1\.0.*{why}"):
+            engine.profile_machine()
+        monkeypatch.setattr("sys.path", sys.path[1:])
+
+
+@pytest.mark.parametrize("broken", ["observers", "methods", "stores", "measurements", "runtimes"])
+def test_what_is_not_needed_is_not_imported(install: Install, broken: str, tmp_path: Path) -> None:
+    install(source="raise RuntimeError('never')", **{broken: {"own": "guest_of_a_test"}})
+    done = run("store", "stats", "--store", str(tmp_path))
+    assert "is not a store" in done.stderr and "guest" not in done.stderr
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -176,11 +315,50 @@ def test_commands(install: Install) -> None:
     assert "greet" in run("--help").stdout
 
 
-def test_a_broken_distribution_is_named_and_other_commands_work(install: Install) -> None:
-    install(source="import a_module_that_is_not_there", commands={"own": "guest_of_a_test:register"})
-    found = run("--help")
-    assert found.returncode == 0 and "store" in found.stdout
-    assert "cannot load 'own' (guest_of_a_test:register) of guest-of-a-test" in found.stderr
+@pytest.mark.parametrize(
+    ("source", "named", "why"),
+    [
+        ("import a_module_that_is_not_there", ":register", "ModuleNotFoundError: No module named 'a_module_that"),
+        ("raise SystemExit('no more')", ":register", "SystemExit: no more"),
+        (COMMANDS, ":gone", "AttributeError: .* no attribute 'gone'"),
+        (COMMANDS, "", "expected a function that gets Commands .*, got <module"),
+        (SOURCE, ":failing", "KeyError: 'nothing'"),
+        (COMMANDS, ":leaving", "SystemExit: no more"),
+        (COMMANDS, ":typed", "AssertionError: List types with complex"),
+        (
+            COMMANDS,
+            ":grouped",
+            "expected a command of its own, or of one of the groups models, store, got 'word",
+        ),
+        (COMMANDS, ":beside", "expected a Companion, got .* without config, counts, problems, repair, texts"),
+        (COMMANDS, ":taking", "cacheclip store stats is a command of cacheclip-rag already. Give that of g"),
+    ],
+)
+def test_a_broken_distribution_is_named_and_other_commands_work(
+    install: Install, source: str, named: str, why: str
+) -> None:
+    install(source=source, commands={"own": f"guest_of_a_test{named}"})
+    done = run("--help")
+    assert done.returncode == 0 and "explain-miss" in done.stdout and "strange" not in done.stdout
+    assert re.fullmatch(f"cacheclip: (cannot use )?{NAMED}commands: {why}.*are missing.\n", done.stderr), done.stderr
+    assert "Usage" in run("store", "stats", "--help").stdout, "it is still this package's"
+    if named == ":taking":
+        assert run("early").stdout == "Early.\n", "what it added before"
+
+
+def test_a_command_of_two_distributions(install: Install) -> None:
+    install(source=COMMANDS, commands={"own": "guest_of_a_test:register", "own-too": "guest_of_a_test:again"})
+    done = run("greet", "Ada")
+    assert done.stdout == "Good day, Ada.\n"
+    assert "cacheclip greet is a command of guest-of-a-test 1.0 already. Give that of guest-of-a-" in done.stderr
+
+
+def test_a_command_of_a_broken_distribution_is_not_said_to_be_missing(install: Install) -> None:
+    """It is installed."""
+    install(source="import nothing_there", commands={"serve": "guest_of_a_test"})
+    done = run("serve")
+    assert done.returncode == 2 and "No such command 'serve'" in done.stderr
+    assert "two distributions bring 'serve'" in done.stderr and "is not installed" not in done.stderr
 
 
 def test_one_name_of_two_distributions_is_refused(install: Install) -> None:

@@ -245,7 +245,7 @@ class TestWithoutGuests:
 
         brought = Named()
         for name in guests(GROUP):
-            load_guest(GROUP, name)(brought)
+            load_guest(GROUP, name, "a function")(brought)
         assert len(brought.names) > 10 and brought.names == {*BROUGHT}
 
     def test_a_table_of_one_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

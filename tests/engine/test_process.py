@@ -37,7 +37,7 @@ class TestProcess:
         def looked_for(*_: object) -> None:
             raise AssertionError("no model is looked for before it is used")
 
-        monkeypatch.setattr("cacheclip_rag.models.load.guest_loaders", looked_for)
+        monkeypatch.setattr("cacheclip_rag.models.load.guest_loader", looked_for)
         seconds = []
         for n in range(3):
             begin = time.perf_counter()

@@ -151,8 +151,8 @@ class TestRefusal:
         self, name: str, what: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What to install is said, whether the file is there or not."""
-        for module in ("load", "loaders"):
-            monkeypatch.setattr(f"cacheclip_rag.models.{module}.guest_loaders", lambda: [])
+        for module in ("checkpoints", "loaders"):
+            monkeypatch.setattr(f"cacheclip_rag.models.{module}.guests", lambda group: {})
         monkeypatch.chdir(tmp_path)
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
         with pytest.raises(MissingExtraError, match=rf"what {what} '.*{re.escape(name)}' is not .*/{folder}"):

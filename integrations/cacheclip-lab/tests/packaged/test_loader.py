@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cacheclip_lab.packaged.loader import PackagedLoader
 
 from cacheclip_rag import CacheClipEngine, MissingExtraError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.models import known_context, knows_tools, load_model, resolve
@@ -45,7 +44,8 @@ def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, m
 
 def test_a_gguf_file_without_llama_cpp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What to install is said before anything is fetched."""
-    monkeypatch.setattr("cacheclip_rag.models.load.guest_loaders", lambda: [PackagedLoader])
+    for module in ("checkpoints", "loaders"):
+        monkeypatch.setattr(f"cacheclip_rag.models.{module}.guests", lambda group: {"packaged": ()})
     with pytest.raises(MissingExtraError, match="what runs 'packaged:smollm2-135m.gguf' is not .*/cacheclip-llamacpp"):
         CacheClipEngine(primary="packaged:smollm2-135m.gguf", auxiliary=None).precompute(["The lamp burned whale oil."])
     assert not (home / "downloads").exists()
