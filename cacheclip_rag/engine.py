@@ -19,6 +19,7 @@ from .answering.pipeline import Answering
 from .answering.prefill import Prefilled
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
+from .base.closing import Closing
 from .base.errors import CacheClipError, MissingExtraError
 from .base.guests import MEASUREMENTS, fitting, guests, load_guest
 from .base.sampling import SamplingParams
@@ -59,10 +60,11 @@ class WarmUp:
     """Their bytes in the store."""
 
 
-class CacheClipEngine:
+class CacheClipEngine(Closing):
     """Answers prompts whose chunks have precomputed KV. Cheap to make: weights load at first use.
 
-    Safe to share between threads. Engines with the same models share their weights.
+    Safe to share between threads. Engines with the same models share their weights. A ``with`` block closes it at its
+    end (:meth:`close`).
 
     >>> engine = CacheClipEngine(store="my-store")
     >>> engine.precompute(["The Eiffel Tower is 330 metres tall."])

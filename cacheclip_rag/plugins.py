@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         is_whole_number as is_whole_number,
         store_place as store_place,
     )
+    from .base.closing import Closing as Closing
     from .base.errors import is_panic as is_panic
     from .base.machine import unit_name as unit_name
     from .base.paths import (
@@ -86,6 +87,7 @@ __getattr__, _LATE = late_names(
             "check_choice check_namespace check_number check_probability check_ratio_and_limit check_whole_number "
             "did_you_mean is_whole_number store_place"
         ),
+        "..base.closing": "Closing",
         "..base.errors": "is_panic",
         "..base.machine": "unit_name",
         "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot",

@@ -31,10 +31,9 @@ def main() -> None:
     print(f"{counts['texts']} texts: {counts['computed']} computed, {counts['new']} new")
     ray.shutdown()
 
-    engine = CacheClipEngine(config)
-    text = next(engine.texts.index.texts())
-    print("hits", engine.generate(f"{text}\n\nWhat is this about?", max_tokens=8).stats.hits)
-    engine.close()
+    with CacheClipEngine(config) as engine:
+        text = next(engine.texts.index.texts())
+        print("hits", engine.generate(f"{text}\n\nWhat is this about?", max_tokens=8).stats.hits)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from .closing import Closing
 from .errors import CacheClipError, ConfigurationError, StoreError
 from .folder import is_file, open_folder, private_mode
 
@@ -156,7 +157,7 @@ def waiting_at_most(seconds: float) -> Iterator[None]:
         _patience.reset(token)
 
 
-class Database:
+class Database(Closing):
     """One connection per process, opened at first use (also in a forked worker). A lock protects statements.
 
     A file that may not be written is opened for reading. A file that was deleted or replaced is opened again.

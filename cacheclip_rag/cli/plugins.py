@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import typer
@@ -57,7 +58,8 @@ class Commands:
             )
         context = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_flags else None
         app = self.groups[group] if group else self.app
-        if own in [each.name for each in (*app.registered_commands, *app.registered_groups)]:
+        taken = [each.name for each in app.registered_commands] + [each.name for each in app.registered_groups]
+        if own in taken:
             raise ConfigurationError(
                 f"cacheclip {name} is a command of {self.owners.get(name, 'cacheclip-rag')} already. Give that of "
                 f"{self.owner} another name."
@@ -105,7 +107,7 @@ class CommandLine(typer.Typer):
             for name, [guest, *_] in guests(GROUP).items():
                 commands = Commands(self, self.groups, distribution(guest), owners)
                 try:
-                    ask_guest(GROUP, name, lambda register, its=commands: register(its), _EXPECTED)
+                    ask_guest(GROUP, name, methodcaller("__call__", commands), _EXPECTED)
                 except ConfigurationError as error:  # the other commands work
                     FAILED.append(name)
                     typer.echo(f"cacheclip: {error} Commands of it are missing.", err=True)

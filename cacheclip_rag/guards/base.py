@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base.closing import Closing
 from ..base.guests import ask_guest, fitting, guests
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ObservedAnswer:
     """What full prefill chooses along the answer, if the answer was verified (``finish``)."""
 
 
-class Observer:
+class Observer(Closing):
     """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
     def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:

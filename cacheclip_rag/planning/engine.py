@@ -20,6 +20,7 @@ from ..answering.pipeline import Answering
 from ..answering.turns import Waiter
 from ..answering.writer import ChunkWriter
 from ..base.clock import PhaseClock
+from ..base.closing import Closing
 from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
@@ -40,9 +41,9 @@ from .prompts import PlannedPrompt
 logger = logging.getLogger(__name__)
 
 
-class PlanningEngine:
+class PlanningEngine(Closing):
     """Plans prompts by the settings of an engine. Loads the auxiliary model if the method needs it. Safe to share
-    between threads."""
+    between threads. A ``with`` block closes it at its end."""
 
     def __init__(
         self,

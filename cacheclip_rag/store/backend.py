@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from ..base.closing import Closing
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -26,8 +28,8 @@ class Sink:
         """Called when the first ``num_bytes`` bytes are in that memory. May raise ValueError if they are damaged."""
 
 
-class Backend(ABC):
-    """Payloads by key. Safe to share between threads.
+class Backend(Closing, ABC):
+    """Payloads by key. Safe to share between threads. A ``with`` block closes it at its end.
 
     A key is 64 hexadecimal digits (see :func:`~cacheclip_rag.base.keys.chunk_key`). Writes are atomic. All methods
     raise OSError if the medium fails; payloads may still be intact then.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from ..base.closing import Closing
 from ..base.database import Database, waiting_at_most
 from ..base.keys import is_key, text_digest
 from ..finding.texts import SCHEMA as TEXTS_SCHEMA, TextIndex
@@ -68,7 +69,7 @@ _ERASE = "INSERT INTO meta VALUES (?, random() >> 1) ON CONFLICT DO UPDATE SET v
 """From a random number on: that of a catalog which was made anew is another one."""
 
 
-class SqliteCatalog(ABC):
+class SqliteCatalog(Closing, ABC):
     """What every catalog in an SQLite file does alike. Where its entries are is a subclass's matter, which gives the
     other calls of :class:`~.view.CatalogView`."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base.checks import check_namespace
+from ..base.closing import Closing
 from ..base.database import is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.keys import text_digest
@@ -104,7 +105,7 @@ class TenantStats:
         return asdict(self)
 
 
-class TenantStore:
+class TenantStore(Closing):
     """Maps keys (see :func:`~cacheclip_rag.base.keys.chunk_key`) to a tenant's KV.
 
     A missing key gives None. A damaged or foreign payload is a miss, with a warning; it is removed, in a shared store

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from ..base.closing import Closing
 from .backend import Backend
 from .codecs import Frame
 from .entries import Entry
@@ -42,8 +43,9 @@ class StoreStats:
         return {**asdict(self), "tiers": [tier.to_dict() for tier in self.tiers]}
 
 
-class TieredStore(ABC):
-    """A store for several tenants. Read and write through a :class:`TenantStore`. Safe to share between threads.
+class TieredStore(Closing, ABC):
+    """A store for several tenants. Read and write through a :class:`TenantStore`. Safe to share between threads. A
+    ``with`` block closes it at its end.
 
     To add a kind of store: a class with the two abstract methods, and a :class:`~.opening.StoreKind` that opens it.
     """

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Typer
+from typer.main import get_command
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError
 from cacheclip_rag.base import guests as module
+from cacheclip_rag.cli.plugins import GROUP, CommandLine
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.context import is_here, known_context
@@ -23,6 +26,7 @@ from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
 Install = Callable[..., None]
+CommandsAndText = Callable[[], tuple[dict[str, Any], str]]
 
 SOURCE = """
 from dataclasses import replace
@@ -308,6 +312,35 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def stats() -> None:
+    """A command."""
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandsAndText:
+    """What a command line has that is made with the distribution of a test alone, and what it says."""
+
+    def made() -> tuple[dict[str, Any], str]:
+        known = {name: own for name, own in module.guests(GROUP).items() if "guest_of_a_test" in own[0].value}
+        monkeypatch.setattr("cacheclip_rag.cli.plugins.guests", lambda group: known)
+        return commands(), capsys.readouterr().err
+
+    return made
+
+
+def commands() -> dict[str, Any]:
+    groups = {"models": Typer(), "store": Typer()}
+    app = CommandLine(add_completion=False)
+    for name, group in groups.items():
+        group.command("stats")(stats)
+        app.add_typer(group, name=name)
+    app.command("explain-miss")(stats)
+    app.load_later(groups)
+    known: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    known["store stats"] = known["store"].commands["stats"].callback.__wrapped__
+    return known
+
+
 def test_commands(install: Install) -> None:
     install(source=COMMANDS, commands={"own": "guest_of_a_test:register"})
     assert run("greet", "Ada").stdout == "Good day, Ada.\n"
@@ -334,23 +367,29 @@ def test_commands(install: Install) -> None:
         (COMMANDS, ":taking", "cacheclip store stats is a command of cacheclip-rag already. Give that of g"),
     ],
 )
-def test_a_broken_distribution_is_named_and_other_commands_work(
-    install: Install, source: str, named: str, why: str
+def test_a_distribution_whose_commands_fail_is_named(
+    install: Install, source: str, named: str, why: str, command_line: CommandsAndText
 ) -> None:
     install(source=source, commands={"own": f"guest_of_a_test{named}"})
+    known, said = command_line()
+    assert {*known} - {"early"} == {"models", "store", "store stats", "explain-miss"} and known["store stats"] is stats
+    assert re.fullmatch(f"cacheclip: (cannot use )?{NAMED}commands: {why}.*are missing.\n", said), said
+    assert ("early" in known) == (named == ":taking"), "what it added before"
+
+
+def test_a_broken_distribution_stops_no_command(install: Install) -> None:
+    install(source="import a_module_that_is_not_there", commands={"own": "guest_of_a_test:register"})
     done = run("--help")
-    assert done.returncode == 0 and "explain-miss" in done.stdout and "strange" not in done.stdout
-    assert re.fullmatch(f"cacheclip: (cannot use )?{NAMED}commands: {why}.*are missing.\n", done.stderr), done.stderr
-    assert "Usage" in run("store", "stats", "--help").stdout, "it is still this package's"
-    if named == ":taking":
-        assert run("early").stdout == "Early.\n", "what it added before"
+    assert done.returncode == 0 and "explain-miss" in done.stdout
+    assert re.match(f"cacheclip: cannot use {NAMED}commands: ModuleNotFoundError: ", done.stderr)
 
 
-def test_a_command_of_two_distributions(install: Install) -> None:
+def test_a_command_of_two_distributions(install: Install, command_line: CommandsAndText) -> None:
     install(source=COMMANDS, commands={"own": "guest_of_a_test:register", "own-too": "guest_of_a_test:again"})
-    done = run("greet", "Ada")
-    assert done.stdout == "Good day, Ada.\n"
-    assert "cacheclip greet is a command of guest-of-a-test 1.0 already. Give that of guest-of-a-" in done.stderr
+    known, said = command_line()
+    assert "greet" in known
+    assert "'own-too' (guest_of_a_test:again) of guest-of-a-test 1.0 as cacheclip.commands: cacheclip greet is" in said
+    assert "is a command of guest-of-a-test 1.0 already. Give that of guest-of-a-test 1.0 another name" in said
 
 
 def test_a_command_of_a_broken_distribution_is_not_said_to_be_missing(install: Install) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from cacheclip_rag import ConfigurationError, EngineConfig, StoreError
 from cacheclip_rag.models import loader_of
-from cacheclip_rag.plugins import expanded
+from cacheclip_rag.plugins import Closing, expanded
 from cacheclip_rag.store import Database
 
 from .embedding import DEFAULT_EMBEDDING, Vectors
@@ -144,8 +144,9 @@ class _Embeddings:
     """FAISS index of their vectors in the same order: inner product, exact."""
 
 
-class Library:
-    """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used."""
+class Library(Closing):
+    """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used. A ``with``
+    block closes it at its end."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = expanded(folder).absolute()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, DocumentError, StoreError
@@ -37,7 +36,7 @@ def remove_documents(
         from .shared import remove_shared
 
         return remove_shared(str(store), namespace, lambda known: _chosen(known, documents, under))
-    with closing(Library.open(store)) as library:
+    with Library.open(store) as library:
         return _remove_from(library, store, documents, under, namespace)
 
 
@@ -52,7 +51,7 @@ def _remove_from(
         )
     gone = _chosen(library.documents(), documents, under)
     done: list[str] = []
-    with closing(CacheClipEngine(library.settings.engine_config(store))) as engine:
+    with CacheClipEngine(library.settings.engine_config(store)) as engine:
         try:
             for name in gone:
                 library.remove(name, engine.release)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ class DocumentsBeside:
     def counts(self, folder: Path) -> dict[str, int]:
         from ..library import Library
 
-        with closing(Library(folder)) as library:
+        with Library(folder) as library:
             return {"documents": len(library.documents()), "passages": len(library.passages())}
 
     def problems(self, folder: Path) -> list[str]:
@@ -60,5 +60,5 @@ def _library(folder: Path) -> Iterator[Library | None]:
     if not (folder / FILE_NAME).is_file():
         yield None
         return
-    with closing(Library(folder)) as library:
+    with Library(folder) as library:
         yield library
