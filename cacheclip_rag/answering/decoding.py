@@ -84,6 +84,7 @@ def decode(
         answer.prefilled.trace,
         reasoning=answer.reasoning + answer.stream.reasoning,
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of or runtime.decode_ids),
+        stop_string=answer.stream.stopped_by,
     )
     yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
 
@@ -165,7 +166,7 @@ class _Decoding:
         one the reader may leave."""
         is_end = self.ids[-1] in self._runtime.eos_ids
         piece = "" if is_end else self.stream.push(self.ids[-1])
-        self.has_ended = is_end or self.stream.stopped
+        self.has_ended = is_end or self.stream.stopped_by is not None
         may_withdraw = self._beside.may_withdraw
         reasoning = "" if may_withdraw else self.stream.reasoning
         revised_from, self.stream.revised_from = self.stream.revised_from, None

@@ -63,8 +63,8 @@ class TextStream:
         self.revised_from: int | None = None
         """Characters of the text that stay, if the rest was withdrawn. Who takes it sets it to None."""
         self._has_withdrawn = False
-        self.stopped = False
-        """True once a stop string has appeared."""
+        self.stopped_by: str | None = None
+        """The stop string that has appeared first."""
 
     @property
     def text(self) -> str:
@@ -100,10 +100,10 @@ class TextStream:
         is_sure = not any(end in self._held for end in self._ends) or self._split(last)
         is_text = self._reasoning is None or self._reasoning.has_ended
         waiting = self._held + self._unfinished if is_text else self._held
-        found = [at for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
+        found = [(at, s) for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
         if found:
-            self.stopped, last = True, True
-            self._held, self._unfinished = waiting[: min(found)], ""
+            (end, self.stopped_by), last = min(found), True
+            self._held, self._unfinished = waiting[:end], ""
         waits_for = (*self._stop, *self._ends)
         end = len(self._held) - (may_begin(self._held, waits_for) if waits_for and not last else 0)
         end = end if is_sure else 0

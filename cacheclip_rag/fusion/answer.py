@@ -188,6 +188,8 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] | None = None
     """Of each new token but the one that ended the answer, reasoning and calls included; None if the call did not ask.
     """
+    stop_string: str | None = None
+    """The stop string before which the answer ends; None: it ended by itself, or was cut off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def streamed(runtime: ModelRuntime, ids: list[int], stop: list[str] | None = Non
     pieces = []
     for token in ids:
         pieces.append(stream.push(token))
-        if stream.stopped:
+        if stream.stopped_by is not None:
             break
     pieces.append(stream.flush())
     return pieces, stream
@@ -141,7 +141,7 @@ class TestTextStream:
         ids = [token for character in text for token in runtime.tokenize(character).ids]
         pieces, stream = streamed(runtime, ids, ["\n\nQuestion:"])
         assert "".join(pieces) == stream.text == "The lamp."
-        assert stream.stopped
+        assert stream.stopped_by
 
     def test_never_sends_a_part_of_the_stop_string(self, runtime: ModelRuntime) -> None:
         stream = TextStream(runtime.decode_ids, ["STOP"])
@@ -149,11 +149,11 @@ class TestTextStream:
         for token in [t for c in "no ST STO STOP" for t in runtime.tokenize(c).ids]:
             sent += stream.push(token)
             assert "no ST STO STOP".startswith(sent) and not sent.endswith("STOP")
-        assert stream.stopped and sent + stream.flush() == "no ST STO "
+        assert stream.stopped_by and sent + stream.flush() == "no ST STO "
 
     def test_emoji_as_stop_string(self, runtime: ModelRuntime) -> None:
         pieces, stream = streamed(runtime, list(runtime.tokenize("go 🗼 on").ids), ["🗼"])
-        assert "".join(pieces) == stream.text == "go " and stream.stopped
+        assert "".join(pieces) == stream.text == "go " and stream.stopped_by
 
     def test_special_tokens_are_silent(self, runtime: ModelRuntime) -> None:
         ids = [
@@ -178,7 +178,7 @@ class TestTextStream:
         whole = runtime.decode_ids(ids)
         ends = [at for s in stop if (at := whole.find(s)) >= 0]
         assert stream.text == (whole[: min(ends)] if ends else whole)
-        assert stream.stopped == bool(ends)
+        assert (stream.stopped_by is not None) == bool(ends)
 
     @settings(max_examples=80, deadline=None)
     @given(text=st.text(max_size=30))
@@ -289,7 +289,7 @@ class TestLongTexts:
             sent += stream.push(token)
             text = bytes(ids[:number]).decode(errors="replace")
             ends = [at for s in stop if (at := text.find(s)) >= 0]
-            assert stream.text == text[: min(ends, default=None)] and stream.stopped == bool(ends)
+            assert stream.text == text[: min(ends, default=None)] and (stream.stopped_by is not None) == bool(ends)
             assert stream.text.startswith(sent)
             if ends:
                 break

@@ -42,12 +42,12 @@ def streamed(text: str, stop: list[str], prompt_end: str | None, ends: Sequence[
         piece = stream.flush() if token is None else stream.push(token)
         said, stream.revised_from = said[: stream.revised_from] + piece, None
         assert stream.text.startswith(said)
-        if stream.stopped or token is None:
+        if stream.stopped_by is not None or token is None:
             said += "" if token is None else stream.flush()
             break
         reasoning, stream.reasoning = reasoning + stream.reasoning, ""
     assert stream.text == said
-    return reasoning + stream.reasoning, said, stream.stopped
+    return reasoning + stream.reasoning, said, stream.stopped_by is not None
 
 
 class TestReader:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from .field import CacheClipField as CacheClipField
     from .hidden import names_of as names_of, renamed as renamed
     from .queue import Queue as Queue, QueueFull as QueueFull
+    from .reading import read_json as read_json
     from .replies import as_json as as_json, server_sent as server_sent
     from .schema import (
         ChatBody as ChatBody,
         parse_field as parse_field,
-        read_json as read_json,
         without_nothing as without_nothing,
     )
     from .server import (
@@ -59,8 +59,9 @@ __getattr__, __all__ = late_names(
         "field": "CacheClipField",
         "hidden": "names_of renamed",
         "queue": "Queue QueueFull",
+        "reading": "read_json",
         "replies": "as_json server_sent",
-        "schema": "ChatBody parse_field read_json without_nothing",
+        "schema": "ChatBody parse_field without_nothing",
         "server": "Server address_of check_reachable served_name",
         "transformers": "TransformersBackend",
     },

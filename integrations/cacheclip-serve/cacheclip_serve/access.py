@@ -17,6 +17,8 @@ from .errors import RequestError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")
 
+API_KEY = "x-api-key"
+"""Header in which Anthropic's clients send their key."""
 _LEAST_KEY = 8
 """Fewest characters of a key."""
 
@@ -84,13 +86,15 @@ class Access:
     def is_open(self) -> bool:
         return self.api_key is None and not self.tenants
 
-    def identify(self, authorization: str | None) -> Caller:
-        """Whose request it is, by its header ``Authorization: Bearer KEY``.
+    def identify(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """Whose request it is, by its header ``Authorization: Bearer KEY``, or without one by ``x-api-key: KEY``.
 
         Every key is compared, each in constant time, so that the time tells nothing. Raises RequestError: no known
         key."""
         if self.is_open:
             return Caller((self.tenant,), may_choose=False, sees_metrics=True)
+        if authorization is None and api_key is not None:
+            authorization = f"Bearer {api_key}"
         scheme, _, given = (authorization or "").partition(" ")
         key = given.strip().encode()
         known = scheme.lower() == "bearer" and bool(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,28 +18,49 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from cacheclip_rag import Answer, Event
 
-from .access import Access, Caller
+from .access import API_KEY, Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import Bodies, check_host
 from .bounds import check_counts
 from .counters import Counters
-from .errors import RequestError, error_body, error_of
+from .errors import RequestError
+from .messages_api import MessagesReply, messages_as_chat
 from .queue import Queue
-from .replies import ChatReply, CompletionReply, Reply, as_json, server_sent
-from .schema import Body, ChatBody, CompletionBody, parse, read_json
+from .reading import read_json
+from .replies import ChatReply, CompletionReply, Reply
+from .responses_api import ResponsesReply, responses_as_chat
+from .schema import Body, ChatBody, CompletionBody, parse
+from .sending import AnswerResponse, json_response, known, refusal
+from .translating import Translated
 
 logger = logging.getLogger(__name__)
 
-_SEND_S = 30.0
-"""Seconds in which a client must take what it is sent."""
-_PING_S = 10.0
-"""Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
-_PING = b": waiting\n\n"
-_ENDED = b"data: [DONE]\n\n"
+_MESSAGES = "/v1/messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How requests and responses of one path are written."""
+
+    body: type[Body]
+    reply: type[Reply]
+    as_body: Callable[[dict[str, Any]], Translated] = Translated
+    """Writes a request as such a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, checked."""
+
+    stated: Mapping[str, Any]
+    """The body as it came."""
+    body: Body
+    questions: list[ServedQuestion]
+    ignored: Sequence[str]
+    """Fields that are no part of such a body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +110,19 @@ class App:
         self._bodies = Bodies(self.limits.body_bytes)
         self._created = int(time.time())
         self._counters = Counters()
-        paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
-            ("POST", "/v1/chat/completions", self._chat),
-            ("POST", "/v1/completions", self._completion),
-            ("GET", "/v1/models", self._models),
-            ("GET", "/v1/models/{name:path}", self._model),
-            ("GET", "/health", self._health),
-            ("GET", "/metrics", self._metrics),
+        answered = {
+            "/v1/chat/completions": Dialect(ChatBody, ChatReply),
+            "/v1/completions": Dialect(CompletionBody, CompletionReply),
+            "/v1/responses": Dialect(ChatBody, ResponsesReply, responses_as_chat),
+            _MESSAGES: Dialect(ChatBody, MessagesReply, messages_as_chat),
+        }
+        paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]], type[Reply]]] = [
+            *(("POST", path, partial(self._answer, dialect), dialect.reply) for path, dialect in answered.items()),
+            ("POST", f"{_MESSAGES}/count_tokens", partial(self._count_tokens, answered[_MESSAGES]), MessagesReply),
+            ("GET", "/v1/models", self._models, Reply),
+            ("GET", "/v1/models/{name:path}", self._model, Reply),
+            ("GET", "/health", self._health, Reply),
+            ("GET", "/metrics", self._metrics, Reply),
         ]
         exposed = ["retry-after", "x-request-id"]
         pages = Middleware(
@@ -107,7 +133,7 @@ class App:
             expose_headers=exposed,
         )
         self.asgi = Starlette(
-            routes=[Route(path, self._guarded(path, handle), methods=[method]) for method, path, handle in paths],
+            routes=[Route(path, self._guarded(path, *how), methods=[method]) for method, path, *how in paths],
             exception_handlers={HTTPException: _not_found},
             middleware=[pages] if self.origins else [],
             lifespan=self._lifespan,
@@ -148,7 +174,9 @@ class App:
 
     # -- paths ----------------------------------------------------------------------------------------------------
 
-    def _guarded(self, path: str, handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+    def _guarded(
+        self, path: str, handle: Callable[[Request], Awaitable[Any]], reply: type[Reply]
+    ) -> Callable[[Request], Awaitable[Any]]:
         """The handler of a path, with errors as responses, and every request counted and logged without its text."""
 
         async def guarded(request: Request) -> Any:
@@ -161,8 +189,8 @@ class App:
                 self.count_disconnect()
                 response = Response(status_code=499)
             except Exception as error:
-                response = _refusal(error)
-            if isinstance(response, _AnswerResponse):
+                response = refusal(known(error), reply)
+            if isinstance(response, AnswerResponse):
                 response.done = done
             else:
                 done(response.status_code)
@@ -172,7 +200,7 @@ class App:
 
     async def _health(self, request: Request) -> Response:
         self._ready()
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         self._identify(request).check_metrics()
@@ -180,49 +208,60 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._identify(request)
-        return _json({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
         self._identify(request)
         self._check_model(request.path_params["name"])
-        return _json(self._card())
+        return json_response(self._card())
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, ChatReply)
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        asked = await self._asked(dialect, request)
+        replying = dialect.reply(self.name, asked.body.include_usage, asked.body.n or 1, asked=asked.stated)
+        return AnswerResponse(
+            partial(self.events, asked.questions),
+            len(asked.questions),
+            replying,
+            is_stream=bool(asked.body.stream),
+            request_s=self.limits.request_s,
+            on_disconnect=self.count_disconnect,
+        )
 
-    async def _completion(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody, CompletionReply)
+    async def _count_tokens(self, dialect: Dialect, request: Request) -> Response:
+        (question,) = (await self._asked(dialect, request)).questions
+        async with asyncio.timeout(self.limits.request_s):
+            return json_response({"input_tokens": await asyncio.to_thread(self.backend.count_tokens, question)})
 
-    async def _answer(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
+    async def _asked(self, dialect: Dialect, request: Request) -> _Asked:
         caller = self._identify(request)
         card = self._ready()
-        read = partial(self._read, kind=kind, caller=caller, card=card)
-        body, questions = await self._bodies.parsed(request, caller.tenants[0], read)
-        self._counters.ignored.update(body.ignored(card.variables))
-        replying = reply(self.name, body.include_usage, body.n or 1)
-        return _AnswerResponse(self, questions, replying, is_stream=bool(body.stream))
+        read = partial(self._read, dialect=dialect, caller=caller, card=card)
+        asked = await self._bodies.parsed(request, caller.tenants[0], read)
+        self._counters.ignored.update([*asked.body.ignored(card.variables), *asked.ignored])
+        return asked
 
-    def _read(
-        self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard
-    ) -> tuple[Body, list[ServedQuestion]]:
+    def _read(self, came: bytes, dialect: Dialect, caller: Caller, card: ModelCard) -> _Asked:
         """A body and its questions, checked: for each prompt as many as it has answers."""
-        given = read_json(came)
-        check_counts(given, card.context_tokens)
-        body = parse(kind, given)
-        self._check_model(body.model)
-        tenant = caller.tenant(body.field.tenant)
-        defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
-        options = body.field.call_options().with_options({**defaults, **body.sampling()})
+        stated = read_json(came)
+        written = dialect.as_body(stated)
+        with written.naming_errors():
+            check_counts(written.body, card.context_tokens)
+            body = parse(dialect.body, written.body)
+            self._check_model(body.model)
+            tenant = caller.tenant(body.field.tenant)
+            defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
+            options = body.field.call_options().with_options({**defaults, **body.sampling()})
         least = body.field.min_confidence
         seeded = [options.with_options({"seed": seed}) for seed in body.seeds]
-        return body, [
+        questions = [
             ServedQuestion(prompt, tenant, each, least, body.one_call) for prompt in body.prompts for each in seeded
         ]
+        return _Asked(stated, body, questions, written.ignored)
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
     def _identify(self, request: Request) -> Caller:
-        return self.access.identify(request.headers.get("authorization"))
+        return self.access.identify(request.headers.get("authorization"), request.headers.get(API_KEY))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -285,152 +324,16 @@ class _Done:
         logger.log(level, "%s %d in %.3f s%s", self.path, status, seconds, tokens)
 
 
-class _AnswerResponse(Response):
-    """A response that is computed while it is sent. It stops when the client hangs up."""
-
-    def __init__(self, app: App, questions: Sequence[ServedQuestion], reply: Reply, *, is_stream: bool) -> None:
-        """``questions``: one, if it is a stream."""
-        super().__init__()
-        self._app, self._questions, self._reply, self._is_stream = app, questions, reply, is_stream
-        self._answers: list[Answer] = []
-        self.done: Callable[..., None] = lambda status, answers=(): None
-        self._sending = asyncio.Lock()
-        self._sent_at = time.monotonic()
-        self._began = False
-        """Whether the beginning of the response was sent."""
-        self._opened = False
-        """Whether the first chunk was sent."""
-        self._has_ended = False
-        """Whether the end of the response was sent, or is being sent."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = _in_time(send)
-        answering = asyncio.create_task(self._answer(scope, receive, send))
-        leaving = asyncio.create_task(_left(receive))
-        pinging = asyncio.create_task(self._ping(send))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if self._has_ended:
-                await answering
-            elif not answering.done():
-                self._app.count_disconnect()
-                self.done(499)
-        finally:
-            for task in (answering, leaving, pinging):
-                task.cancel()
-            await asyncio.gather(answering, leaving, pinging, return_exceptions=True)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        give = self._chunks if self._is_stream else self._whole
-        try:
-            async with (
-                asyncio.timeout(self._app.limits.request_s),
-                aclosing(self._app.events(self._questions)) as events,
-            ):
-                async for event in events:  # also after the last: what was missing is stored then
-                    if event.answer is not None:
-                        self._answers.append(event.answer)
-                        self._has_ended = len(self._answers) == len(self._questions)
-                        if self._has_ended:
-                            self.done(200, self._answers)
-                    await give(event, scope, receive, send)
-        except ClientDisconnect:
-            self._has_ended = True
-            self._app.count_disconnect()
-            self.done(499)
-        except Exception as error:
-            await self._refuse(error, scope, receive, send)
-
-    async def _whole(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
-        if event.answer is not None and self._has_ended:
-            response = _json(self._reply.whole(self._answers), {"x-request-id": self._reply.id})
-            await response(scope, receive, send)
-
-    async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
-        chunks = [*(() if self._opened else self._reply.opening()), *self._reply.chunks(event)]
-        self._opened = True
-        text = b"".join(map(server_sent, chunks))
-        if event.answer is not None:
-            await self._write(send, text + _ENDED, more=False)
-        elif text:
-            await self._write(send, text)
-
-    async def _ping(self, send: Send) -> None:
-        """Say now and then that a stream is alive. After the first time, an error can have no status any more."""
-        while self._is_stream and not self._has_ended:
-            silent_s = time.monotonic() - self._sent_at
-            if silent_s >= _PING_S:
-                await self._write(send, _PING)
-            else:
-                await asyncio.sleep(_PING_S - silent_s)
-
-    async def _write(self, send: Send, text: bytes, *, more: bool = True) -> None:
-        """Send a part of a stream, and before the first one its headers."""
-        async with self._sending:
-            if not self._began:  # not before: an error has a status as long as nothing was sent
-                self._began = True
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": text, "more_body": more})
-            self._sent_at = time.monotonic()
-
-    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _known(error)
-        if self._has_ended:
-            return  # the client has its answer
-        self._has_ended = True
-        if self._began:
-            await self._write(send, server_sent(error_body(found)), more=False)
-        else:
-            await _json(error_body(found), found.headers, found.status)(scope, receive, send)
-        self.done(found.status)
-
-
-def _in_time(send: Send) -> Send:
-    """Sends as long as the client takes what it is sent: who reads nothing must not keep a place."""
-
-    async def sent(message: Any) -> None:
-        try:
-            async with asyncio.timeout(_SEND_S):
-                await send(message)
-        except TimeoutError:
-            raise ClientDisconnect from None
-
-    return sent
-
-
-async def _left(receive: Receive) -> None:
-    with contextlib.suppress(OSError):
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-
 def _waited(answer: Answer, seconds: float) -> Answer:
     stats = answer.stats
     stats = replace(stats, ttft_s=stats.ttft_s + seconds, queued_s=stats.queued_s + seconds)
     return replace(answer, stats=stats)
 
 
-def _json(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    return Response(as_json(value), status, headers, media_type="application/json")
-
-
-def _known(error: Exception) -> RequestError:
-    """The error for the client; the log has those that are nobody's fault but ours, without texts of requests."""
-    found = error_of(error)
-    if found.status >= 500 and found.code is None:
-        logger.error("a request failed: %s", type(error).__name__, exc_info=None if found is error else error)
-    return found
-
-
-def _refusal(error: Exception) -> Response:
-    found = _known(error)
-    return _json(error_body(found), found.headers, found.status)
-
-
 async def _not_found(request: Request, error: Exception) -> Response:
     """Paths and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    found = RequestError(f"{request.method} {request.url.path[:200]}: {error.detail}.", status=error.status_code)
-    return _json(error_body(found), error.headers, error.status_code)
+    found = RequestError(
+        f"{request.method} {request.url.path[:200]}: {error.detail}.", status=error.status_code, headers=error.headers
+    )
+    return refusal(found, MessagesReply if request.url.path.startswith(_MESSAGES) else Reply)

@@ -58,6 +58,10 @@ class ServingBackend(ABC):
         return 0
 
     @abstractmethod
+    def count_tokens(self, question: ServedQuestion) -> int:
+        """Tokens of the question's prompt."""
+
+    @abstractmethod
     def metrics(self) -> str:
         """Counters in Prometheus' text format."""
 

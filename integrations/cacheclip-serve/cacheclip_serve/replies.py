@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any
@@ -14,49 +14,67 @@ from typing import Any
 from cacheclip_rag import Answer, Event, TokenLogprob
 from cacheclip_rag.adapters import token_usage
 
+from .errors import RequestError, error_body
+
 
 def as_json(value: Any) -> bytes:
     """A value as JSON. Halves of characters become question marks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def server_sent(value: Any) -> bytes:
+def server_sent(value: Any, name: str | None = None) -> bytes:
     """A value as one event of a stream."""
-    return b"data: " + as_json(value) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + as_json(value) + b"\n\n"
 
 
 @dataclass
 class Reply:
-    """Answers on their way, one if it is a stream. Kinds differ in the names of objects and in the form of a choice."""
+    """Answers on their way, one if it is a stream. Kinds differ in the form of responses."""
 
     model: str
     """Served name."""
     include_usage: bool = False
-    """Whether a stream ends with a chunk of token counts."""
+    """Whether a stream ends with a chunk of token counts, if the API leaves it to the client."""
     each: int = 1
     """Answers to each prompt."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Body of the request, parts of which some replies repeat."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _calls: int = 0
 
     prefix = ""
-    whole_kind = chunk_kind = ""
+    """Of ids."""
+    ended = b"data: [DONE]\n\n"
+    """What a stream ends with."""
 
     def __post_init__(self) -> None:
-        self.id = self.id or f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = self.id or self.prefix + uuid.uuid4().hex
+
+    @staticmethod
+    def sent(chunk: Any) -> bytes:
+        """A chunk of a stream as it is sent."""
+        return server_sent(chunk)
+
+    @staticmethod
+    def refused(error: RequestError) -> dict[str, Any]:
+        """The body of a response that is an error."""
+        return error_body(error)
+
+    def broken_off(self, error: RequestError) -> dict[str, Any]:
+        """The last chunk of a stream that ends with an error."""
+        return self.refused(error)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is no stream. Several answers have their statistics each in its choice."""
-        is_one = len(answers) == 1
-        choices = [
-            {
-                **{"index": index, **self._said(answer), **self._logprobs(answer), "finish_reason": _reason(answer)},
-                **({} if is_one else _statistics(answer)),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        own = _statistics(answers[0]) if is_one else {}
-        return {**self._head(self.whole_kind), "choices": choices, "usage": self._usage(answers), **own}
+        """The body of a response that is no stream."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before the first text."""
+        return iter(())
+
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Chunks for an event; after the last event, also those that end the stream."""
+        raise NotImplementedError
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Token counts of them all. A prompt counts once, however many answers it has."""
@@ -71,12 +89,26 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before the first text."""
-        return iter(())
+
+class ChoicesReply(Reply):
+    """Answers as choices. Kinds differ in the names of objects and in the form of a choice."""
+
+    whole_kind = chunk_kind = ""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        # several answers have their statistics each in its choice
+        is_one = len(answers) == 1
+        choices = [
+            {
+                **{"index": index, **self._said(answer), **self._logprobs(answer), "finish_reason": _reason(answer)},
+                **({} if is_one else statistics(answer)),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        own = statistics(answers[0]) if is_one else {}
+        return {**self._head(self.whole_kind), "choices": choices, "usage": self._usage(answers), **own}
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Chunks for an event; after the last event, also those that end the stream."""
         for delta in self._deltas(event):
             yield self._chunk(delta, None)
         answer = event.answer
@@ -84,10 +116,10 @@ class Reply:
             return
         last = self._chunk({**self._delta(""), **self._logprobs(answer)}, _reason(answer))  # of all tokens
         if not self.include_usage:
-            yield {**last, **_statistics(answer)}
+            yield {**last, **statistics(answer)}
             return
         yield last
-        yield {**self._head(self.chunk_kind), "choices": [], "usage": token_usage(answer), **_statistics(answer)}
+        yield {**self._head(self.chunk_kind), "choices": [], "usage": token_usage(answer), **statistics(answer)}
 
     def _chunk(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "logprobs": None, **delta, "finish_reason": reason}
@@ -113,10 +145,11 @@ class Reply:
         raise NotImplementedError
 
 
-class ChatReply(Reply):
+class ChatReply(ChoicesReply):
     """An answer of ``/v1/chat/completions``."""
 
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _calls = 0
+    prefix, whole_kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> Iterator[dict[str, Any]]:
         yield self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
@@ -130,14 +163,7 @@ class ChatReply(Reply):
         return {"message": {**message, **({"tool_calls": calls} if calls else {})}}
 
     def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        content = [
-            {
-                **_token(each.token, each.logprob, each.encoded),
-                "top_logprobs": [_token(*pair, own) for pair, own in _likeliest(each)],
-            }
-            for each in found
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": chat_logprobs(found), "refusal": None}
 
     def _deltas(self, event: Event) -> Iterator[dict[str, Any]]:
         if event.reasoning:
@@ -151,10 +177,10 @@ class ChatReply(Reply):
         return {"delta": {"content": text} if text else {}}
 
 
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     """An answer of ``/v1/completions``."""
 
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, whole_kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
     def _said(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
@@ -171,6 +197,17 @@ class CompletionReply(Reply):
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+
+def chat_logprobs(found: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens of an answer to a chat, each with the likeliest ones at its place."""
+    return [
+        {
+            **_token(each.token, each.logprob, each.encoded),
+            "top_logprobs": [_token(*pair, own) for pair, own in _likeliest(each)],
+        }
+        for each in found
+    ]
 
 
 def _token(text: str, logprob: float, encoded: bytes | None) -> dict[str, Any]:
@@ -204,6 +241,6 @@ def _reason(answer: Answer) -> str:
     return "tool_calls" if answer.tool_calls else answer.finish_reason
 
 
-def _statistics(answer: Answer) -> dict[str, Any]:
+def statistics(answer: Answer) -> dict[str, Any]:
     """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.fusion.answer.FusionStats`."""
     return {"cacheclip": answer.stats.to_dict()}

@@ -3,7 +3,6 @@ cannot change it is ignored, and counted."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -22,11 +21,10 @@ from cacheclip_rag.adapters import (
     forced_tool,
     says_nothing,
     with_tool_choice,
-    with_whole_characters,
 )
 from cacheclip_rag.runtime import Message
 
-from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
+from .bounds import MOST_ANSWERS, MOST_LOGPROBS
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 from .messages import BodyPart, RequestMessage
@@ -339,49 +337,6 @@ class CompletionBody(Body):
     def sampling(self) -> dict[str, Any]:
         options = {"max_tokens": 16, **super().sampling()}  # OpenAI's default
         return options if self.logprobs is None else {**options, "logprobs": self.logprobs}
-
-
-def read_json(body: bytes) -> dict[str, Any]:
-    """A request's body. Raises RequestError unless it is a JSON object whose texts can be written as UTF-8."""
-    check_size(body)
-    try:
-        found = json.loads(body, parse_constant=_no_number)
-        if b"\\u" in body and not _is_whole(found):
-            _mend_history(found)
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("the body holds half a character (a lone surrogate), which is no text.") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {str(error)[:200]}.") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
-    check_values(found)
-    return found
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether no text is half a character."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _mend_history(body: Any) -> None:
-    """Put whole characters into answers, results of tools, and messages of users before the last one."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list):
-        return
-    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
-    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
-    for number, role in enumerate(roles):
-        if role in ("assistant", "tool", "function") or (role == "user" and number < last):
-            messages[number] = with_whole_characters(messages[number])
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")
 
 
 def without_nothing(kind: type[Body], given: Mapping[str, Any]) -> dict[str, Any]:

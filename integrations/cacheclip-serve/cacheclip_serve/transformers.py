@@ -70,6 +70,10 @@ class TransformersBackend(ServingBackend):
         of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
         return min(tokens, runtime.context_tokens) * of_token
 
+    def count_tokens(self, question: ServedQuestion) -> int:
+        options = replace(question.options, method="full", recompute_ratio=None, max_ttft_s=None)
+        return self.engine(question.tenant).plan(question.prompt, options=options).layout.num_tokens
+
     async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         stream = iterate_in_thread(lambda: without_paths(lambda: self._events(question), self._names), joins=True)
         async with aclosing(stream) as events:

@@ -8,6 +8,7 @@ import pytest
 from serve_cases import Served, running
 
 from cacheclip_rag import EngineConfig
+from cacheclip_rag.testing import fake_models
 from cacheclip_rag.testing.plugin import CACHECLIP
 
 
@@ -22,4 +23,11 @@ def config(tool_model: str, tiny_models: dict[str, str], tmp_path_factory: pytes
 def served(config: EngineConfig) -> Iterator[Served]:
     """A server without keys."""
     with running(config) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Served]:
+    """A server whose model says what it is told."""
+    with running(EngineConfig(**fake_models(), method="full")) as found:
         yield found

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from serve_cases import NAME, Served, Unexpected, play, running
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
-from cacheclip_rag.testing import fake_models, fake_of
+from cacheclip_rag.testing import fake_of
 from cacheclip_rag.testing.plugin import CHUNKS
 
 USER = {"role": "user", "content": "How tall is the mast?"}
@@ -469,13 +468,6 @@ def test_a_template_that_reads_the_effort(tiny_models: dict[str, str], tmp_path:
 
 
 SAID = "<think>I could say STOP.</think>It is twelve metres tall. STOP."
-
-
-@pytest.fixture(scope="module")
-def thinking() -> Iterator[Served]:
-    """A server whose model says what it is told."""
-    with running(EngineConfig(**fake_models(), method="full")) as found:
-        yield found
 
 
 class TestReasoning:
