@@ -98,15 +98,13 @@ class TextStream:
             self._is_blank = not first and self._is_blank
         self._held += piece if self._reasoning is None else self._read(self._reasoning, piece, last)
         is_sure = not any(end in self._held for end in self._ends) or self._split(last)
-        is_text = self._reasoning is None or self._reasoning.has_ended
-        waiting = self._held + self._unfinished if is_text else self._held
+        waiting = self._held + (self._unfinished if self._reasoning is None or self._reasoning.has_ended else "")
         found = [(at, s) for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
         if found:
             (end, self.stopped_by), last = min(found), True
             self._held, self._unfinished = waiting[:end], ""
         waits_for = (*self._stop, *self._ends)
-        end = len(self._held) - (may_begin(self._held, waits_for) if waits_for and not last else 0)
-        end = end if is_sure else 0
+        end = len(self._held) - (may_begin(self._held, waits_for) if waits_for and not last else 0) if is_sure else 0
         final, self._held = self._held[:end], self._held[end:]
         self._pieces.append(final)
         return final

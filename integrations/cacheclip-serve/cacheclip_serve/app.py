@@ -133,7 +133,10 @@ class App:
             expose_headers=exposed,
         )
         self.asgi = Starlette(
-            routes=[Route(path, self._guarded(path, *how), methods=[method]) for method, path, *how in paths],
+            routes=[
+                Route(path, self._guarded(path, handle, reply), methods=[method])
+                for method, path, handle, reply in paths
+            ],
             exception_handlers={HTTPException: _not_found},
             middleware=[pages] if self.origins else [],
             lifespan=self._lifespan,

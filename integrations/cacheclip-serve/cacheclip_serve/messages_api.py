@@ -10,7 +10,7 @@ from cacheclip_rag import Answer
 from cacheclip_rag.adapters import says_nothing
 
 from .errors import RequestError, unsupported
-from .parts import Part, PartsReply
+from .parts import AnswerPart, PartsReply
 from .replies import statistics
 from .translating import ChatWriter, Translated, as_function, list_of, missing, object_of
 
@@ -154,15 +154,15 @@ class MessagesReply(PartsReply):
             "output_tokens": usage["completion_tokens"],
         }
 
-    def _opens(self, part: Part) -> Iterator[dict[str, Any]]:
-        block = {**_block(Part(part.kind, part.index, "{}", part.name, part.call_id)), **_EMPTY[part.kind]}
+    def _opens(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+        block = {**_block(AnswerPart(part.kind, part.index, "{}", part.name, part.call_id)), **_EMPTY[part.kind]}
         yield {"type": "content_block_start", "index": part.index, "content_block": block}
 
-    def _grows(self, part: Part, text: str) -> Iterator[dict[str, Any]]:
+    def _grows(self, part: AnswerPart, text: str) -> Iterator[dict[str, Any]]:
         kind, name = _DELTAS[part.kind]
         yield {"type": "content_block_delta", "index": part.index, "delta": {"type": kind, name: text}}
 
-    def _closes(self, part: Part, answer: Answer | None) -> Iterator[dict[str, Any]]:
+    def _closes(self, part: AnswerPart, answer: Answer | None) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_stop", "index": part.index}
 
     def _end(self, answer: Answer) -> Iterator[dict[str, Any]]:
@@ -178,7 +178,7 @@ _DELTAS = {
 _EMPTY: dict[str, dict[str, Any]] = {"reasoning": {"thinking": ""}, "text": {"text": ""}, "call": {"input": {}}}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: AnswerPart) -> dict[str, Any]:
     if part.kind == "call":
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": json.loads(part.text)}
     if part.kind == "reasoning":

@@ -17,7 +17,7 @@ _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class AnswerPart:
     """A part of an answer."""
 
     kind: str
@@ -45,7 +45,7 @@ class PartsReply(Reply):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._parts: list[Part] = []
+        self._parts: list[AnswerPart] = []
         self._is_open = False
         """Whether the last part goes on."""
 
@@ -65,23 +65,23 @@ class PartsReply(Reply):
                 yield from self._goes_on(kind, text)
         for call in event.tool_calls:
             yield from self._closed(event.answer)
-            yield from self._begun(Part("call", len(self._parts), name=call.name, call_id=call.id))
+            yield from self._begun(AnswerPart("call", len(self._parts), name=call.name, call_id=call.id))
             yield from self._added(json.dumps(call.arguments, ensure_ascii=False))
         if event.answer is None:
             return
         yield from self._closed(event.answer)
         if all(part.kind == "reasoning" for part in self._parts):  # clients look for a text
-            yield from self._begun(Part("text", len(self._parts)))
+            yield from self._begun(AnswerPart("text", len(self._parts)))
             yield from self._closed(event.answer)
         yield from self._end(event.answer)
 
     def _goes_on(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if not self._is_open or self._parts[-1].kind != kind:
             yield from self._closed(None)
-            yield from self._begun(Part(kind, len(self._parts)))
+            yield from self._begun(AnswerPart(kind, len(self._parts)))
         yield from self._added(text)
 
-    def _begun(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _begun(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         self._parts.append(part)
         self._is_open = True
         yield from self._opens(part)
@@ -101,15 +101,15 @@ class PartsReply(Reply):
         """The response, when all parts are there."""
 
     @abstractmethod
-    def _opens(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _opens(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         """Chunks before the first text of a part."""
 
     @abstractmethod
-    def _grows(self, part: Part, text: str) -> Iterator[dict[str, Any]]:
+    def _grows(self, part: AnswerPart, text: str) -> Iterator[dict[str, Any]]:
         """Chunks for new text of a part."""
 
     @abstractmethod
-    def _closes(self, part: Part, answer: Answer | None) -> Iterator[dict[str, Any]]:
+    def _closes(self, part: AnswerPart, answer: Answer | None) -> Iterator[dict[str, Any]]:
         """Chunks after the last text of a part."""
 
     @abstractmethod

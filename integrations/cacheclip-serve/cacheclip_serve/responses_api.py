@@ -9,7 +9,7 @@ from cacheclip_rag import Answer
 from cacheclip_rag.adapters import says_nothing
 
 from .errors import RequestError, unsupported
-from .parts import Part, PartsReply
+from .parts import AnswerPart, PartsReply
 from .replies import chat_logprobs, statistics
 from .translating import ChatWriter, Translated, as_function, list_of, missing, object_of
 
@@ -158,23 +158,23 @@ class ResponsesReply(PartsReply):
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _of(self, part: Part, kind: str, /, **fields: Any) -> dict[str, Any]:
+    def _of(self, part: AnswerPart, kind: str, /, **fields: Any) -> dict[str, Any]:
         """An event about a part; about the only content of its item, if it is no call."""
         place = {"item_id": part.id, "output_index": part.index}
         content = {} if part.kind == "call" else {"content_index": 0}
         return self._event(f"response.{kind}", **place, **content, **fields)
 
-    def _opens(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _opens(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         item = {**_item(part, "in_progress", None), **({} if part.kind == "call" else {"content": []})}
         yield self._event("response.output_item.added", output_index=part.index, item=item)
         if part.kind != "call":
             yield self._of(part, "content_part.added", part=_content(part, None))
 
-    def _grows(self, part: Part, text: str) -> Iterator[dict[str, Any]]:
+    def _grows(self, part: AnswerPart, text: str) -> Iterator[dict[str, Any]]:
         logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
         yield self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text, **logprobs)
 
-    def _closes(self, part: Part, answer: Answer | None) -> Iterator[dict[str, Any]]:
+    def _closes(self, part: AnswerPart, answer: Answer | None) -> Iterator[dict[str, Any]]:
         item = _item(part, "completed", answer)
         self._items.append(item)
         if part.kind == "call":
@@ -194,7 +194,7 @@ class ResponsesReply(PartsReply):
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-def _content(part: Part, answer: Answer | None) -> dict[str, Any]:
+def _content(part: AnswerPart, answer: Answer | None) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
     logprobs = chat_logprobs(answer.logprobs) if answer is not None and answer.logprobs else []
@@ -203,7 +203,7 @@ def _content(part: Part, answer: Answer | None) -> dict[str, Any]:
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
 
-def _item(part: Part, status: str, answer: Answer | None) -> dict[str, Any]:
+def _item(part: AnswerPart, status: str, answer: Answer | None) -> dict[str, Any]:
     if part.kind == "call":
         named = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
         return {"id": part.id, "type": "function_call", "status": status, **named}

@@ -10,7 +10,8 @@ import pytest
 from cacheclip_serve import bounds
 from cacheclip_serve.bounds import check_counts, check_size, check_values
 from cacheclip_serve.errors import RequestError
-from cacheclip_serve.schema import ChatBody, parse, read_json
+from cacheclip_serve.reading import read_json
+from cacheclip_serve.schema import ChatBody, parse
 from serve_cases import Served
 
 from cacheclip_rag import EngineConfig

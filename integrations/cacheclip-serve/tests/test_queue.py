@@ -224,7 +224,7 @@ class TestMemory:
 class TestSilence:
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cacheclip_serve.app._PING_S", 0.1)
+        monkeypatch.setattr("cacheclip_serve.sending._PING_S", 0.1)
 
     def test_a_stream_says_that_it_is_alive(self, narrow: Served) -> None:
         body = {"messages": [{"role": "user", "content": "What?"}], "stream": True, "max_tokens": 3, "temperature": 0}
