@@ -1,8 +1,8 @@
 """An HTTP server with OpenAI's and Anthropic's APIs over an engine: ``cacheclip serve``.
 
 A request passes the files in this order: ``app.py`` (paths, time limit, streams), ``access.py`` (keys and tenants),
-``responses_api.py`` or ``messages_api.py`` (other APIs' requests as chats), ``schema.py`` with ``field.py`` (what a body
-may hold), ``queue.py``, a backend (``backend.py``; ``transformers.py`` answers with cacheclip-rag's engine),
+``responses_api.py`` or ``messages_api.py`` (other requests as chats), ``schema.py`` with ``field.py`` (what a body may
+hold), ``queue.py``, a backend (``backend.py``; ``transformers.py`` answers with cacheclip-rag's engine),
 ``replies.py`` and ``parts.py`` (what goes back), ``sending.py``. ``server.py`` starts and stops it.
 :mod:`cacheclip_vllm` has vLLM's own server answer instead, and is built on the names below.
 """
