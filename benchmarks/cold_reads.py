@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheclip_lab.timing.controller import Controller
 from cacheclip_lab.timing.fitting import fit_media
 from cacheclip_lab.timing.reads import measure_reads
 from cacheclip_lab.timing.texts import QUESTION, make_texts
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import Controller, processor_name
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers
 from cacheclip_rag.testing import ThrottledBackend
 

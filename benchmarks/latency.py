@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheclip_lab.timing.controller import find_profile
 from cacheclip_lab.timing.texts import QUESTION, make_texts
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import find_profile, processor_name
+from cacheclip_rag.measuring import processor_name
 
 
 def main() -> None:

@@ -20,8 +20,7 @@ from .answering.prefill import Prefilled
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
 from .base.closing import Closing
-from .base.errors import CacheClipError, MissingExtraError
-from .base.guests import MEASUREMENTS, fitting, guests, load_guest
+from .base.errors import CacheClipError
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -44,7 +43,6 @@ from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
 from .store import TenantStore, TieredStore
-from .timing.controller import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +228,7 @@ class CacheClipEngine(Closing):
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
-    def profile_machine(self, method: str | Method | None = None) -> Profile:
+    def profile_machine(self, method: str | Method | None = None) -> Any:
         """Measure how long prefills take with these models on this machine, and how long this engine's store takes to
         be read, for ``recompute_ratio="auto"``.
 
@@ -241,20 +239,16 @@ class CacheClipEngine(Closing):
         Args:
             method: default the engine's method.
 
+        Returns:
+            The profile, a ``cacheclip_lab.timing.controller.Profile``.
+
         Raises:
             MissingExtraError: the laboratory, which measures, is not installed.
             ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure; or
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        if "profile" not in guests(MEASUREMENTS):
-            raise MissingExtraError("cacheclip-lab (needed to measure a profile)", "lab")
-        measure = load_guest(MEASUREMENTS, "profile", "a function of engine, method and identity")
-        profile: Profile = measure(self, chosen, self.parts.controllers.profile_identity(chosen))
-        fitting(MEASUREMENTS, "profile", profile, "a Profile", lambda each: isinstance(each, Profile))
-        self.parts.controllers.use_profile(chosen, profile)
-        profile.save()
-        return profile
+        return self.parts.controllers.profile_machine(self, chosen)
 
     def is_stored(self, text: str) -> bool:
         """Whether the KV of this chunk text is stored for every model."""

@@ -8,7 +8,7 @@ It brings objects by entry points, which are loaded when they are first needed:
 | ``cacheclip.runtimes`` | a subclass of :class:`ModelLoader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
 | ``cacheclip.stores`` | for a scheme of URLs, a :class:`~cacheclip_rag.store.StoreKind` | ``s3 = cacheclip_shared.kind`` |
 | ``cacheclip.observers`` | a function that gets an engine's config and returns an :class:`~cacheclip_rag.guards.Observer`, or None | |
-| ``cacheclip.measurements`` | ``profile``: a function of engine, method and identity that returns a :class:`~cacheclip_rag.measuring.Profile` | ``cacheclip_lab.timing.profiling:measure_profile`` |
+| ``cacheclip.measurements`` | ``ratios``: a subclass of :class:`~cacheclip_rag.measuring.RatioChooser` | ``cacheclip_lab.timing.controllers:Controllers`` |
 | ``cacheclip.methods`` | for a preset's name, its :class:`~cacheclip_rag.methods.Method` | ``mine = my_package:METHOD`` |
 
 A runtime that computes tokens only in the order of the prompt has the calls of :class:`OrderedRuntime`, and
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .base.closing import Closing as Closing
     from .base.errors import is_panic as is_panic
+    from .base.keys import json_digest as json_digest
     from .base.machine import unit_name as unit_name
     from .base.paths import (
         atomic_path as atomic_path,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         fsync_folder as fsync_folder,
         is_url as is_url,
         split_hot as split_hot,
+        write_json as write_json,
     )
     from .base.progress import progress_bar as progress_bar
     from .base.python import (
@@ -89,8 +91,9 @@ __getattr__, _LATE = late_names(
         ),
         "..base.closing": "Closing",
         "..base.errors": "is_panic",
+        "..base.keys": "json_digest",
         "..base.machine": "unit_name",
-        "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot",
+        "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot write_json",
         "..base.progress": "progress_bar",
         "..base.python": "own_folder python_command python_environment",
         "..base.urls": "shown_url",

@@ -38,7 +38,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fusion",),
     ("models", "types"),
     ("guards",),
-    ("timing",),
     ("answering",),
     ("engine", "planning"),
     ("adapters",),

@@ -11,7 +11,7 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.removed import METHODS, MODULES, OPTIONS, SETTINGS, refuse_removed_modules
+from cacheclip_rag.base.removed import METHODS, MODULES, NAMES, OPTIONS, SETTINGS, refuse_removed_modules
 from cacheclip_rag.methods import PRESET_NAMES, check_method
 
 
@@ -41,6 +41,14 @@ def test_modules(name: str) -> None:
         assert str(error.value) == MODULES[name]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(ImportError) as error:
+        getattr(importlib.import_module(module), attribute)
+    assert str(error.value) == NAMES[name]
+
+
 def test_a_module_is_refused_in_whatever_way_it_is_imported() -> None:
     for statement in ("import cacheclip_rag.ingest.job", "from cacheclip_rag import ingest"):
         done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
@@ -56,7 +64,7 @@ def test_other_modules_are_none_of_its_business() -> None:
 
 
 def test_each_says_what_to_use() -> None:
-    for name, sentence in {**METHODS, **SETTINGS, **OPTIONS, **MODULES}.items():
+    for name, sentence in {**METHODS, **SETTINGS, **OPTIONS, **MODULES, **NAMES}.items():
         setting, _, value = name.partition("=")
         shown = f"{setting}={value!r}" if value else name
         assert sentence.startswith((f"{shown} is gone", f"{shown} is no option")) and sentence.endswith("."), name

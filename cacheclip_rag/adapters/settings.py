@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ..engine import CacheClipEngine, WarmUp
-    from ..timing.controller import Profile
 
 
 _ENGINE = EngineConfig()
@@ -268,7 +267,7 @@ class ModelFields(EngineFields):
         no weights, keeps none, and can be pickled."""
         return Tokenizer(self.primary, self.dtype, self.device)
 
-    def profile_machine(self) -> Profile:
+    def profile_machine(self) -> Any:
         """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and
         ``max_ttft_s``; see :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It blocks for minutes."""
         return self.engine.profile_machine(self.method)

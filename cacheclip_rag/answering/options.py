@@ -89,7 +89,7 @@ class CallOptions:
 
     @property
     def auto_ratio(self) -> bool:
-        """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.timing.controller`)."""
+        """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.answering.ratios`)."""
         return self.recompute_ratio == AUTO_RATIO or self.max_ttft_s is not None
 
     def with_options(self, options: Mapping[str, Any]) -> CallOptions:

@@ -34,7 +34,7 @@ from ..runtime.transformers.prefix_cache import PrefixCache
 from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ReadBuffer, TenantStore, TieredStore, TierStats, open_chunk_store
-from ..timing.engine_controllers import Controllers
+from .ratios import RatioChooser, ratio_chooser
 from .turns import CALLER
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,6 @@ class Parts:
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.kv_sources)
         """What certificates say about methods with these models."""
-        self.controllers = Controllers(
-            self.certificates, lambda: [self.runtime, *filter(None, [self.head_sets.auxiliary])]
-        )
-        """Choose recompute ratios by predicted time."""
 
     # -- store --------------------------------------------------------------------------------------------------
 
@@ -158,7 +154,7 @@ class Parts:
             self._kv_sources.clear()
             vars(self).pop("runtime", None)
         self.certificates.forget()
-        self.controllers.forget()
+        vars(self).pop("controllers", None)
         unload_models(loaded)
         del loaded
         gc.collect()  # hooks and modules refer to one another
@@ -278,6 +274,11 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def controllers(self) -> RatioChooser:
+        """Chooses recompute ratios by predicted time."""
+        return ratio_chooser(self.certificates, lambda: [self.runtime, *filter(None, [self.head_sets.auxiliary])])
+
     def choose_method(
         self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
     ) -> Method:
@@ -347,7 +348,7 @@ class Parts:
             self._kv_sources.clear()
         # from below to above, so that nothing that was read before is kept above
         self.certificates.forget()
-        self.controllers.forget()
+        vars(self).pop("controllers", None)
 
 
 def _watched(documents: Collection[str]) -> GivenTexts:

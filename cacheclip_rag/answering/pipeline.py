@@ -141,12 +141,9 @@ class Answering:
                 plan, known = least_computed(plan, match.runs), match.num_exact
             if not options.auto_ratio or plan.continues or plan.bypass is not None:
                 return plan
-            controller = self.parts.controllers.of(prompt.request.method)
-            if controller is None:  # there is no profile
-                return plan
-            reading = controller.profile.reading(plan, kv_sources, known)
-            decided = controller.decide(plan, known, options.max_ttft_s, reading)
-            if decided.bypass is None:  # an earlier prompt may have left KV at the ratio that is chosen now
+            decided = self.parts.controllers.decide(prompt.request.method, plan, kv_sources, known, options.max_ttft_s)
+            if decided.prediction is not None and decided.bypass is None:
+                # an earlier prompt may have left KV at the ratio that is chosen now
                 with kv_sources.match(decided.method, decided.layout, continued=True) as match:
                     shorter = least_computed(decided, match.runs)
                 if shorter.continues or shorter.bypass is not None:
@@ -191,8 +188,8 @@ class Answering:
         for observer in observers:
             plan = observer.on_plan(plan, prompt.prefilling.kv_sources) or plan
         prefilled = prompt.prefilling.run(plan)
-        if plan.prediction is not None and (controller := self.parts.controllers.of(prompt.request.method)) is not None:
-            controller.observe(plan, prefilled.stats)
+        if plan.prediction is not None:
+            self.parts.controllers.observe(prompt.request.method, plan, prefilled.stats)
             prefilled = replace(prefilled, stats=replace(prefilled.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(prefilled, stats=replace(prefilled.stats, queued_s=queued_s))
 

@@ -153,7 +153,7 @@ def check_ratio(recompute_ratio: Any) -> None:
 
 
 AUTO_RATIO = "auto"
-"""The recompute ratio that is chosen by predicted time (:mod:`cacheclip_rag.timing.controller`)."""
+"""The recompute ratio that is chosen by predicted time (:mod:`cacheclip_rag.answering.ratios`)."""
 
 
 def check_ratio_and_limit(recompute_ratio: Any, max_ttft_s: Any) -> None:

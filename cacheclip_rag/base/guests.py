@@ -15,7 +15,7 @@ from .errors import CacheClipError, ConfigurationError, first_line
 STORES = "cacheclip.stores"
 """Group of what opens stores, by the scheme of their URLs."""
 MEASUREMENTS = "cacheclip.measurements"
-"""Group of what measures an engine, by name: ``profile``."""
+"""Group of what measures an engine, by name: ``ratios``."""
 
 _T = TypeVar("_T")
 

@@ -74,10 +74,18 @@ MODULES: dict[str, str] = {
     "cacheclip_rag.ingest": f"cacheclip_rag.ingest is gone: use cacheclip_ingest, {_INSTALL.format('ingest')}.",
     "cacheclip_rag.lab": f"cacheclip_rag.lab is gone: use cacheclip_lab, {_INSTALL.format('lab')}.",
     "cacheclip_rag.serving": f"cacheclip_rag.serving is gone: use cacheclip_serve, {_INSTALL.format('serve')}.",
+    "cacheclip_rag.timing": f"cacheclip_rag.timing is gone: use cacheclip_lab.timing, {_INSTALL.format('lab')}.",
     "cacheclip_rag.vllm": f"cacheclip_rag.vllm is gone: use cacheclip_vllm, {_INSTALL.format('vllm')}.",
     "cacheclip_adapters": "cacheclip_adapters is gone: use cacheclip_rag.adapters.",
 }
 """Modules, by the names under which they were imported."""
+
+NAMES: dict[str, str] = {
+    f"cacheclip_rag.measuring.{name}": f"cacheclip_rag.measuring.{name} is gone: use that of "
+    f"cacheclip_lab.timing.controller, {_INSTALL.format('lab')}."
+    for name in "Controller Cost Profile Work find_profile".split()
+}
+"""Names in public modules, with their module."""
 
 
 class RemovedModules:

@@ -13,11 +13,14 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from ..answering.prefill import Prefilled as Prefilled, confidence as confidence
+    from ..answering.ratios import RatioChooser as RatioChooser
     from ..base.clock import PHASES as PHASES
     from ..base.machine import processor_name as processor_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
+    from ..guards.engine_certificates import Certificates as Certificates
     from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
     from ..guards.identity import Identity as Identity, differences as differences
+    from ..plan.plan import KVSources as KVSources, Prediction as Prediction
     from ..prompt.known_kv import choose_rows as choose_rows, known_kv as known_kv
     from ..prompt.layout import lay_out as lay_out
     from ..prompt.segments import segment_text as segment_text
@@ -25,13 +28,6 @@ if TYPE_CHECKING:
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
     from ..runtime.transformers.model import ModelRuntime as ModelRuntime
     from ..selection.auxiliary_pass import pack_chunks as pack_chunks, question_ids as question_ids
-    from ..timing.controller import (
-        Controller as Controller,
-        Cost as Cost,
-        Profile as Profile,
-        Work as Work,
-        find_profile as find_profile,
-    )
     from .engines import (
         auxiliary_caches as auxiliary_caches,
         identity_of as identity_of,
@@ -45,11 +41,14 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "..answering.prefill": "Prefilled confidence",
+        "..answering.ratios": "RatioChooser",
         "..base.clock": "PHASES",
         "..base.machine": "processor_name",
         "..chunks.caches": "ChunkCaches",
+        "..guards.engine_certificates": "Certificates",
         "..guards.fidelity": "greedy kl_divergence read_along",
         "..guards.identity": "Identity differences",
+        "..plan.plan": "KVSources Prediction",
         "..prompt.known_kv": "choose_rows known_kv",
         "..prompt.layout": "lay_out",
         "..prompt.segments": "segment_text",
@@ -57,7 +56,6 @@ __getattr__, __all__ = late_names(
         "..runtime.transformers.cache": "FusedCache cache_argument",
         "..runtime.transformers.model": "ModelRuntime",
         "..selection.auxiliary_pass": "pack_chunks question_ids",
-        "..timing.controller": "Controller Cost Profile Work find_profile",
         "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),
     },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..finding.common_parts import standing_in
 from ..methods.base import Method
@@ -63,48 +63,14 @@ ROWS_FOR_EXACT_KV = 64
 over a single row: the weights are read once."""
 
 
-class PayloadRead(NamedTuple):
-    """One payload that a plan reads."""
-
-    text: str
-    is_primary: bool
-    medium: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTime:
-    """Seconds that a plan's KV takes to be read, as it was measured for the tiers that hold it."""
-
-    medium: str = ""
-    """Where most of them are spent, as :meth:`~cacheclip_rag.store.Backend.medium` calls it. Empty: reading is not
-    predicted, because all is in memory, or nothing was measured."""
-    auxiliary_s: float = 0.0
-    """Before the primary's KV."""
-    primary_s: float = 0.0
-    beside: str = ""
-    """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
-    ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
-    reads: tuple[PayloadRead, ...] = field(default=(), repr=False)
-    """What is read, in prompt order, as far as its medium was measured."""
-
-    @property
-    def seconds(self) -> float:
-        return self.auxiliary_s + self.primary_s
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds that a plan is predicted to take to the first token, without waiting for other requests."""
+    """What is predicted for a plan; whoever predicts adds what it was made of."""
 
     seconds: float
-    """As planned."""
+    """To the first token, without waiting for other requests."""
     plain_s: float
     """By plain prefill."""
-    known_tokens: int
-    """Leading tokens of the prompt in the prefix cache, when it was predicted."""
-    reading: ReadTime = ReadTime()
-    """Of the chunks, if they are reused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         DTYPES as DTYPES,
         REASONING_MARKERS as REASONING_MARKERS,
         KVMatch as KVMatch,
+        KVRun as KVRun,
+        KVSource as KVSource,
         Message as Message,
         Runtime as Runtime,
         State as State,
@@ -39,8 +41,8 @@ __getattr__, __all__ = late_names(
     {
         "..base.clock": "PhaseClock",
         "base": (
-            "CALL_MARKERS DTYPES REASONING_MARKERS KVMatch Message Runtime State TokenizedText known_reasoning "
-            "markers_among"
+            "CALL_MARKERS DTYPES REASONING_MARKERS KVMatch KVRun KVSource Message Runtime State TokenizedText "
+            "known_reasoning markers_among"
         ),
         "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",

@@ -287,14 +287,14 @@ def test_what_is_needed_and_cannot_be_used_is_named(
 
 
 def test_what_measures_is_named(install: Install, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.engine.MEASUREMENTS", "cacheclip.measures")
+    monkeypatch.setattr("cacheclip_rag.answering.ratios.MEASUREMENTS", "cacheclip.measures")
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic", recompute_ratio="auto")
     for named, why in (
-        ("", "expected a function .*, got <module"),
-        (":wrong", "expected a Profile, got 'no observer'"),
+        ("", "expected a subclass of RatioChooser, got <module"),
+        (":wrong", "expected a subclass of RatioChooser, got <function wrong"),
     ):
-        install(f"measuring{len(named)}", measures={"profile": f"guest_of_a_test{named}"})
-        with pytest.raises(ConfigurationError, match=rf"cannot use 'profile' .* of measuring{len(named)} 1\.0.*{why}"):
+        install(f"measuring{len(named)}", measures={"ratios": f"guest_of_a_test{named}"})
+        with pytest.raises(ConfigurationError, match=rf"cannot use 'ratios' .* of measuring{len(named)} 1\.0.*{why}"):
             engine.profile_machine()
         monkeypatch.setattr("sys.path", sys.path[1:])
 

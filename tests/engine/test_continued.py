@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, Plan, SamplingParams
+from cacheclip_rag.answering.ratios import RatioChooser
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.guards.fidelity import kl_divergence
-from cacheclip_rag.methods import preset
+from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.plan.plan import Prediction
 from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE
 from cacheclip_rag.runtime.base import KVMatch, KVSource
-from cacheclip_rag.timing.controller import Controller, Cost, Profile
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
@@ -216,11 +217,14 @@ class TestContinued:
         self, make: Make, passages: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another one than the method's own."""
-        monkeypatch.setattr(Controller, "_ratios", lambda *_: [0.4, 1.0])
+
+        class Chooser(RatioChooser):
+            def decide(self, method: Method, plan: Plan, *_: object) -> Plan:
+                return replace(plan, method=plan.method.at(0.4), prediction=Prediction(1.0, 2.0))
+
+        monkeypatch.setattr("cacheclip_rag.answering.ratios.RatioChooser", Chooser)
+        monkeypatch.setattr("cacheclip_rag.answering.ratios.guests", lambda _: {})
         engine = make(method="epic", recompute_ratio="auto", min_confidence=0.0)
-        rows = Cost(0.0, 0.001, 0.0)
-        profile = Profile({}, plain=rows, fused=rows, before=Cost(0.0, 0.0, 0.0))
-        engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
         engine.precompute(passages)
         found = [engine.generate(rag(passages, question), SHORT).stats for question in ("Who?", "Where?", "And then?")]
         assert [stats.nominal_ratio for stats in found] == [0.4] * 3 and not any(stats.bypassed for stats in found)

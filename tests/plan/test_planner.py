@@ -15,7 +15,6 @@ from cacheclip_rag import CacheClipEngine, Chunk, Plan
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import ObservedAnswer, Observer
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.plan.plan import ReadTime
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -100,9 +99,6 @@ class TestPlan:
         ]
         missing = replace(plan.reusing(()), layout=replace(plan.layout, spans=tuple(spans)))
         assert missing.missing_texts == (("a whole text",) if stored else ())
-
-    def test_seconds_of_reading(self) -> None:
-        assert ReadTime("disk", auxiliary_s=0.25, primary_s=1.5).seconds == 1.75
 
     def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS)

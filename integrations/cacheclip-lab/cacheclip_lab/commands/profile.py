@@ -20,7 +20,8 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     reading from a store is measured too; the store is left as it was.
     """
     from cacheclip_rag import CacheClipEngine
-    from cacheclip_rag.measuring import Work
+
+    from ..timing.controller import Work
 
     config = settings.store_config() if settings.engine.get("store") else settings.config()
     engine = CacheClipEngine(config)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheclip_rag.measuring import Cost, Profile, Work
-
+from .controller import Cost, Profile, Work
 from .reads import TimedRead
 
 _TICK_S = 1e-9

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, StoreError
-from cacheclip_rag.measuring import Profile, Work, find_profile
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.plugins import progress_bar
 
+from .controller import Profile, Work, find_profile
 from .fitting import Timing, fitted_profile
 from .reads import TimedRead, has_room, measure_reads
 from .texts import QUESTION, make_texts

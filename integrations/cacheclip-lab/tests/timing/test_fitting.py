@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from cacheclip_lab.timing.controller import Cost, Profile, Work
 from cacheclip_lab.timing.fitting import Timing, fit, fitted_profile
 from cacheclip_lab.timing.reads import TimedRead
 
-from cacheclip_rag.measuring import PHASES, Cost, Profile, Work
+from cacheclip_rag.measuring import PHASES
 
 IDENTITY = {"primary": "a", "threads": 2}
 PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))

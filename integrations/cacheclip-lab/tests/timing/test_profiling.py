@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.timing import profiling
+from cacheclip_lab.timing.controller import Cost, Profile
 from cacheclip_lab.timing.fitting import Timing
 from fake_time import FakeTime
 
@@ -20,7 +21,6 @@ from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from cacheclip_rag.testing.throttled import ThrottledBackend
-from cacheclip_rag.timing.controller import Cost, Profile
 
 Make = Callable[..., CacheClipEngine]
 

@@ -26,16 +26,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..base.errors import ConfigurationError
-from ..base.keys import json_digest
-from ..base.paths import cache_home, write_json
-from ..fusion.answer import FusionStats
-from ..plan.plan import KVSources, PayloadRead, Plan, Prediction, ReadTime
-from ..prompt.known_kv import known_kv
-from ..runtime.base import KVRun, KVSource
-from ..store import PAGE_CACHE
+from cacheclip_rag import ConfigurationError, FusionStats, Plan
+from cacheclip_rag.measuring import KVSources, Prediction, known_kv
+from cacheclip_rag.plugins import cache_home, json_digest, write_json
+from cacheclip_rag.runtime import KVRun, KVSource
+from cacheclip_rag.store import PAGE_CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,49 @@ _REMEMBERED = 0.95
 exponent. Else a store that was slow once would never be tried again."""
 _MOST = 16.0
 """Largest adjustment, up or down."""
+
+
+class PayloadRead(NamedTuple):
+    """One payload that a plan reads."""
+
+    text: str
+    is_primary: bool
+    medium: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTime:
+    """Seconds that a plan's KV takes to be read, as it was measured for the tiers that hold it."""
+
+    medium: str = ""
+    """Where most of them are spent, as :meth:`~cacheclip_rag.store.Backend.medium` calls it. Empty: reading is not
+    predicted, because all is in memory, or nothing was measured."""
+    auxiliary_s: float = 0.0
+    """Before the primary's KV."""
+    primary_s: float = 0.0
+    beside: str = ""
+    """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
+    ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
+    reads: tuple[PayloadRead, ...] = field(default=(), repr=False)
+    """What is read, in prompt order, as far as its medium was measured."""
+
+    @property
+    def seconds(self) -> float:
+        return self.auxiliary_s + self.primary_s
+
+
 NOTHING_TO_READ = ReadTime()
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPrediction(Prediction):
+    """A prediction with what it was made of."""
+
+    known_tokens: int
+    """Leading tokens of the prompt in the prefix cache, when it was predicted."""
+    reading: ReadTime = NOTHING_TO_READ
+    """Of the chunks, if they are reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +300,12 @@ class Controller:
         else:
             method = plan.method.at(ratio) if plan.method.has_ratio else plan.method
             reading = _at(ratio, plan, share[2])
-            return replace(share[0], method=method, prediction=Prediction(seconds, plain_s, known, reading))
-        return replace(plan, bypass=why, prediction=Prediction(plain_s, plain_s, known))
+            return replace(share[0], method=method, prediction=TimedPrediction(seconds, plain_s, known, reading))
+        return replace(plan, bypass=why, prediction=TimedPrediction(plain_s, plain_s, known))
 
     def observe(self, plan: Plan, stats: FusionStats) -> None:
         """Adjust to what the answer of a plan of :meth:`decide` took."""
-        assert plan.prediction is not None, "a plan that was decided has a prediction"
+        assert isinstance(plan.prediction, TimedPrediction), "a plan that was decided has a prediction"
         work, compute_s = Work.of(plan, plan.prediction.known_tokens), stats.phases_s["recompute"]
         before_s = sum(stats.phases_s.values()) - max(compute_s, stats.left_to_read_s)
         reading = plan.prediction.reading

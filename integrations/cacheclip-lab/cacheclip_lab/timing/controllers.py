@@ -10,24 +10,43 @@ from typing import Any
 
 import torch
 
-from ..base.machine import unit_name
-from ..guards.engine_certificates import Certificates
-from ..methods.base import Method
-from ..runtime.base import Runtime
+from cacheclip_rag import CacheClipEngine, FusionStats, Plan
+from cacheclip_rag.measuring import Certificates, KVSources, RatioChooser
+from cacheclip_rag.methods import Method
+from cacheclip_rag.plugins import unit_name
+from cacheclip_rag.runtime import Runtime
+
 from .controller import Controller, Profile, find_profile
 
 logger = logging.getLogger(__name__)
 
 
-class Controllers:
-    """Controllers by method, each with the profile and the certificate of one engine's models. Safe to share between
-    threads."""
+class Controllers(RatioChooser):
+    """Controllers by method, each with the profile and the certificate of one engine's models."""
 
     def __init__(self, certificates: Certificates, runtimes: Callable[[], Sequence[Runtime]]) -> None:
-        """``runtimes`` loads the models whose processors count: the primary, and the auxiliary if it can score."""
         self._certificates, self._runtimes = certificates, runtimes
         self._lock = threading.Lock()
         self._controllers: dict[str, Controller | None] = {}
+
+    def decide(self, method: Method, plan: Plan, kv_sources: KVSources, known: int, max_ttft_s: float | None) -> Plan:
+        controller = self.of(method)
+        if controller is None:
+            return plan
+        return controller.decide(plan, known, max_ttft_s, controller.profile.reading(plan, kv_sources, known))
+
+    def observe(self, method: Method, plan: Plan, stats: FusionStats) -> None:
+        controller = self.of(method)
+        if controller is not None:
+            controller.observe(plan, stats)
+
+    def profile_machine(self, engine: CacheClipEngine, method: Method) -> Profile:
+        from .profiling import measure_profile
+
+        profile = measure_profile(engine, method, self.profile_identity(method))
+        self.use_profile(method, profile)
+        profile.save()
+        return profile
 
     def of(self, method: Method) -> Controller | None:
         """Chooses ratios of this method by predicted time; None without a profile of these models on this machine, with
@@ -58,11 +77,6 @@ class Controllers:
             "processors": [unit_name(each.device) for each in self._runtimes()],
             "threads": torch.get_num_threads(),
         }
-
-    def forget(self) -> None:
-        """Read profiles and certificates again: the head set changed."""
-        with self._lock:
-            self._controllers.clear()
 
     def _make(self, method: Method, profile: Profile) -> Controller:
         return Controller(profile, self._certificates.may_be(method))

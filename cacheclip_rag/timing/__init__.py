@@ -1,1 +1,0 @@
-"""Profiles of a machine, and recompute ratios by predicted time."""
