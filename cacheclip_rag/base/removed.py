@@ -80,11 +80,16 @@ MODULES: dict[str, str] = {
 }
 """Modules, by the names under which they were imported."""
 
-NAMES: dict[str, str] = {
-    f"cacheclip_rag.measuring.{name}": f"cacheclip_rag.measuring.{name} is gone: use that of "
-    f"cacheclip_lab.timing.controller, {_INSTALL.format('lab')}."
-    for name in "Controller Cost Profile Work find_profile".split()
+_OF_THE_LAB = {
+    "measuring": ("timing.controller", "Controller Cost Profile Work find_profile"),
+    "guards": ("evaluation.certificate", "Certificate GateFigures RatioFigures TurnFigures check_writable"),
 }
+NAMES: dict[str, str] = {
+    f"cacheclip_rag.{room}.{name}": f"cacheclip_rag.{room}.{name} is gone: use that of cacheclip_lab.{module}, "
+    f"{_INSTALL.format('lab')}."
+    for room, (module, names) in _OF_THE_LAB.items()
+    for name in names.split()
+} | {"cacheclip_rag.guards.verdict_at": "cacheclip_rag.guards.verdict_at is gone: use Verdicts.at."}
 """Names in public modules, with their module."""
 
 

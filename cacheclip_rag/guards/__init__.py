@@ -9,13 +9,11 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .base import ObservedAnswer as ObservedAnswer, Observer as Observer
     from .certificate import (
+        FORMAT_VERSION as FORMAT_VERSION,
         THRESHOLDS as THRESHOLDS,
-        Certificate as Certificate,
-        GateFigures as GateFigures,
-        RatioFigures as RatioFigures,
-        TurnFigures as TurnFigures,
-        check_writable as check_writable,
-        verdict_at as verdict_at,
+        Verdicts as Verdicts,
+        certificate_path as certificate_path,
+        read_certificate as read_certificate,
     )
     from .metrics import Metrics as Metrics
     from .promise import Guarantee as Guarantee, PromisedGate as PromisedGate
@@ -26,7 +24,7 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "base": "ObservedAnswer Observer",
-        "certificate": "THRESHOLDS Certificate GateFigures RatioFigures TurnFigures check_writable verdict_at",
+        "certificate": "FORMAT_VERSION THRESHOLDS Verdicts certificate_path read_certificate",
         "metrics": "Metrics",
         "promise": "Guarantee PromisedGate",
         "tracing": "record_spans",

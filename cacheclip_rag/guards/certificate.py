@@ -1,4 +1,4 @@
-"""One certificate: results of ``cacheclip certify`` for a pair of models, its file, and whether it covers an engine.
+"""Reads a certificate, the result of ``cacheclip certify`` for a pair of models, and obeys it.
 
 A certificate is valid for one identity (:mod:`.identity`). It is a file in the cache folder. Its digest detects damage,
 not forgery, so protect the folder by permissions.
@@ -10,7 +10,7 @@ import json
 import logging
 import shlex
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..base.errors import CertificateError
 from ..base.keys import json_digest
-from ..base.paths import atomic_path, cache_home, write_json
+from ..base.paths import cache_home
 from ..config import EngineConfig
 from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
@@ -38,192 +38,112 @@ most 0.05 nats, at least 95 % of full prefill's greedy tokens, and at least 95 %
 
 
 @dataclass(frozen=True, slots=True)
-class GateFigures:
-    """What a confidence gate does on the prompts, after a pass at one recompute ratio."""
+class GateVerdict:
+    """What is said of a confidence gate at one recompute ratio."""
 
     min_confidence: float
-    first_token_agreement: float
-    """Share of prompts whose first token is full prefill's."""
-    charged_ratio: float
-    """Mean over prompts, both passes counted; 1.0 is the cost of full prefill."""
-    full_prefills: float
-    """Share of prompts that are prefilled in full after all."""
     verdict: str
     """One of :data:`VERDICTS`, of the method with this gate."""
 
 
 @dataclass(frozen=True, slots=True)
-class RatioFigures:
-    """Fidelity to full prefill at one recompute ratio, over all prompts."""
+class RatioVerdict:
+    """What is said of one recompute ratio."""
 
     ratio: float
     """Nominal recompute ratio."""
-    effective_ratio: float
-    """Mean over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts it."""
-    first_token_kl: Mapping[str, float]
-    """``mean``, ``median`` and ``max`` over prompts, nats."""
-    answer_kl: Mapping[str, float]
-    """``mean``, ``median`` and ``max`` over prompts of the mean KL along full prefill's answer, nats."""
-    agreement: float
-    """Mean share of full prefill's greedy tokens that the method chooses too."""
-    needle_accuracy: float
-    """Share of needle prompts whose answer contains the needle."""
     verdict: str
-    """One of :data:`VERDICTS`."""
-    charged_ratio: float | None = None
-    """Mean over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts it; None: not recorded."""
-    gate: Sequence[GateFigures] = ()
-    """What a confidence gate would have done, by increasing confidence; empty where there can be none. All other
-    figures are of the method without a gate."""
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> RatioFigures:
-        return cls(**{**value, "gate": tuple(GateFigures(**row) for row in value["gate"])})
+    """One of :data:`VERDICTS`, of the method without a gate."""
+    gate: tuple[GateVerdict, ...] = ()
+    """By increasing confidence; empty where there can be none."""
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFigures:
-    """Fidelity to full prefill at one turn of conversations, whose history grows by the method's own answers."""
+class Verdicts:
+    """What an engine needs of a certificate. The laboratory writes and shows all of it."""
 
-    turn: int
-    """From 1."""
-    prompt_tokens: float
-    """These three: means over conversations, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
-    continued_tokens: float
-    computed_tokens: float
-    first_token_kl: Mapping[str, float]
-    """These three: as in :class:`RatioFigures`."""
-    answer_kl: Mapping[str, float]
-    agreement: float
-    needle_accuracy: float
-    """Share of the numbers asked for at this turn that the answers contain."""
-    needle_accuracy_of_full: float
-    verdict: str
-    """One of :data:`VERDICTS`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """Measured figures, and the verdict at the requested recompute ratio."""
-
-    primary: str
-    """The names as they were given, for people; they are not part of the identity."""
-    auxiliary: str | None
     identity: Identity
-    verdict: str
     ratio: float
-    """Recompute ratio of the verdict."""
+    """For which it was asked."""
     exactness: Mapping[str, Any]
     """Exactness checks on this model, each with its figure, its limit, and whether it passed."""
-    needle_accuracy_of_full: float
-    ratios: Sequence[RatioFigures]
+    ratios: tuple[RatioVerdict, ...]
     """Increasing ratios."""
     thresholds: Mapping[str, float]
-    prompts: int
     quick: bool
-    seconds: float
-    created: str
-    """UTC, ISO 8601."""
-    turns: Sequence[TurnFigures] = ()
-    """Of conversations, at ``ratio`` and without a gate; empty if none were measured."""
+    turns: tuple[str, ...] = ()
+    """The verdict of each turn of conversations, at ``ratio``; empty if none were measured."""
     guarantee: Guarantee | None = None
     """What was asked for with ``--max-differ``."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT_VERSION, **asdict(self)}
-
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Certificate:
-        """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
-        if value["format"] != FORMAT_VERSION:
-            raise ValueError(f"certificate format {value['format']!r}")
-        taken = ("format", "identity", "ratios", "guarantee", "turns")
-        promised = value.get("guarantee")
-        certificate = cls(
-            identity=Identity(**value["identity"]),
-            ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
-            turns=tuple(TurnFigures(**row) for row in value.get("turns", ())),
-            guarantee=promised and Guarantee.from_dict(promised),
-            **{key: value[key] for key in value if key not in taken},
-        )
-        verdicts = {certificate.verdict, *(row.verdict for row in certificate.ratios)}
-        verdicts |= {turn.verdict for turn in certificate.turns}
-        if not verdicts | {gate.verdict for row in certificate.ratios for gate in row.gate} <= {*VERDICTS}:
+    def of(cls, content: Mapping[str, Any]) -> Verdicts:
+        """Those of a certificate's file. Raises KeyError, TypeError or ValueError on anything else."""
+        if content["format"] != FORMAT_VERSION:
+            raise ValueError(f"certificate format {content['format']!r}")
+        rows = [
+            RatioVerdict(
+                row["ratio"],
+                row["verdict"],
+                tuple(GateVerdict(gate["min_confidence"], gate["verdict"]) for gate in row["gate"]),
+            )
+            for row in content["ratios"]
+        ]
+        turns = tuple(turn["verdict"] for turn in content.get("turns", ()))
+        said = {content["verdict"], *turns, *(row.verdict for row in rows)}
+        if not said | {gate.verdict for row in rows for gate in row.gate} <= {*VERDICTS}:
             raise ValueError("unknown verdict")
-        return certificate
+        promised = content.get("guarantee")
+        return cls(
+            identity=Identity(**content["identity"]),
+            ratio=content["ratio"],
+            exactness=content["exactness"],
+            ratios=tuple(rows),
+            thresholds=content["thresholds"],
+            quick=content["quick"],
+            turns=turns,
+            guarantee=promised and Guarantee.from_dict(promised),
+        )
 
-    @property
-    def path(self) -> Path:
-        return _folder() / f"{self.identity.digest()}.json"
+    def at(self, ratio: float, min_confidence: float = 0.0) -> str:
+        """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger, or that of the
+        worst turn of conversations, if they were measured at that ratio.
 
-    def save(self) -> Path:
-        """Write the certificate to the folder in which engines look.
+        Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
+        tokens were equal, ``faithful`` if (in half precision) noise changed a token.
 
-        It replaces an older certificate of the same identity. Ratios that only the older one has are taken over if they
-        were measured on as many prompts, and so is its guarantee if this one was asked for none. A quick certificate
-        never replaces a thorough certificate.
-
-        Raises:
-            CertificateError: the folder cannot be written.
+        Args:
+            min_confidence: the method's confidence gate. The verdict is that of the nearest measured gate that is not
+                larger.
         """
-        older = _read(self.path)
-        if older is not None and older.thresholds == self.thresholds and older.exactness["passed"]:
-            if self.quick and not older.quick:
-                logger.warning("%s holds a thorough certificate and stays; this quick one is not saved", self.path)
-                return self.path
-            if self.quick == older.quick and self.exactness["passed"]:
-                turns = self.turns or (older.turns if older.ratio == self.ratio else ())
-                merged = replace(
-                    self,
-                    ratios=_merged(older.ratios, self.ratios),
-                    turns=turns,
-                    guarantee=self.guarantee or older.guarantee,
-                )
-                return replace(merged, verdict=verdict_at(merged, merged.ratio))._write()
-        return self._write()
+        if not self.exactness["passed"]:
+            return "not faithful"
+        row = self._row_at(ratio)
+        if ratio >= 1.0 and not (row and row.ratio >= 1.0):
+            return "exact" if self.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
+        if row is None:
+            return "not faithful"
+        gates = [each for each in row.gate if 0.0 < each.min_confidence <= min_confidence]
+        if gates:
+            return gates[-1].verdict
+        turns = self.turns if row == self._row_at(self.ratio) else ()
+        return max((row.verdict, *turns), key=VERDICTS.index)
 
-    def _write(self) -> Path:
-        content = self.to_dict()
-        content["sha256"] = json_digest(content)
-        path = self.path
-        try:
-            write_json(path, content)
-        except OSError as error:
-            raise _not_writable(error) from error
-        return path
+    def _row_at(self, ratio: float) -> RatioVerdict | None:
+        """What is said of the nearest certified ratio that is not larger; None if all are larger."""
+        below = [row for row in self.ratios if row.ratio <= ratio + 1e-9]
+        return below[-1] if below else None
 
 
-def check_writable() -> None:
-    """Raise CertificateError unless a certificate can be saved. Called before the long measurement, not after it."""
-    try:
-        with atomic_path(_folder() / "probe.txt") as temporary:
-            temporary.write_text("")
-        (_folder() / "probe.txt").unlink(missing_ok=True)
-    except OSError as error:
-        raise _not_writable(error) from error
-
-
-def _not_writable(error: OSError) -> CertificateError:
-    return CertificateError(
-        f"the certificate cannot be written to {_folder()} ({error}). Make that folder writable, or set CACHECLIP_HOME "
-        "to a writable folder."
-    )
-
-
-def _merged(older: Sequence[RatioFigures], newer: Sequence[RatioFigures]) -> list[RatioFigures]:
-    rows = {row.ratio: row for row in (*older, *newer)}
-    return [rows[ratio] for ratio in sorted(rows)]
-
-
-def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
-    """The certificate of this identity and an empty string, or None and the reason. The reason names the differences to
-    the most similar certificate, if there is one."""
-    path = _folder() / f"{identity.digest()}.json"
-    found = _read(path)
-    if found is not None and found.identity == identity:
-        if found.thresholds != THRESHOLDS:
+def find_certificate(identity: Identity) -> tuple[Verdicts | None, str]:
+    """What the certificate of this identity says and an empty string, or None and the reason. The reason names the
+    differences to the most similar certificate, if there is one."""
+    path = certificate_path(identity)
+    verdicts = _read(path)
+    if verdicts is not None and verdicts.identity == identity:
+        if verdicts.thresholds != THRESHOLDS:
             return None, "its certificate was judged by other thresholds"
-        return found, ""
+        return verdicts, ""
     if path.exists():
         return None, f"its certificate {path} is damaged"
     recorded = [each for other in sorted(_folder().glob("*.json")) if (each := _identity_in(other))]
@@ -233,37 +153,6 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     names = min((differences(each, asdict(identity)) for each in same), key=len)
     other = dict.fromkeys(name.removeprefix("settings.").partition(".")[0] for name in names)
     return None, f"its certificate is for other {', '.join(map(_spoken, other))}"
-
-
-def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0.0) -> str:
-    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger, or that of the
-    worst turn of conversations, if they were measured at that ratio.
-
-    Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
-    tokens were equal, ``faithful`` if (in half precision) noise changed a token.
-
-    Args:
-        min_confidence: the method's confidence gate. The verdict is that of the nearest measured gate that is not
-            larger.
-    """
-    if not certificate.exactness["passed"]:
-        return "not faithful"
-    row = _row_at(certificate, ratio)
-    if ratio >= 1.0 and not (row and row.ratio >= 1.0):
-        return "exact" if certificate.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
-    if row is None:
-        return "not faithful"
-    gates = [each for each in row.gate if 0.0 < each.min_confidence <= min_confidence]
-    if gates:
-        return gates[-1].verdict
-    turns = certificate.turns if row == _row_at(certificate, certificate.ratio) else ()
-    return max((row.verdict, *(turn.verdict for turn in turns)), key=VERDICTS.index)
-
-
-def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
-    """Figures of the nearest certified ratio that is not larger; None if all are larger."""
-    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
-    return below[-1] if below else None
 
 
 class CertificateGuard(Observer):
@@ -293,16 +182,16 @@ class CertificateGuard(Observer):
         return None
 
 
-def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> Certificate | None:
-    """The certificate that covers this method at its ratio, by its verdict or its promise; without one, warn once per
-    process.
+def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> Verdicts | None:
+    """What the certificate says that covers this method at its ratio, by its verdict or its promise; without one, warn
+    once per process.
 
     Raises:
         CertificateError: no certificate covers it, and the settings require a certificate.
     """
     certificate, why = find_certificate(identity)
     if certificate is not None:
-        verdict = verdict_at(certificate, method.nominal_ratio, method.min_confidence)
+        verdict = certificate.at(method.nominal_ratio, method.min_confidence)
         if verdict == "exact" or (verdict == "faithful" and not (certificate.quick and config.require_certificate)):
             return certificate
         if certificate.guarantee and certificate.guarantee.covers(method.nominal_ratio, method.min_confidence):
@@ -323,7 +212,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     return None
 
 
-def no_promise(config: EngineConfig, method: Method, certificate: Certificate | None, why: str) -> CertificateError:
+def no_promise(config: EngineConfig, method: Method, certificate: Verdicts | None, why: str) -> CertificateError:
     """The error for ``min_confidence="auto"`` without a promise.
 
     Args:
@@ -379,19 +268,32 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
     return " ".join(["cacheclip certify", *given, "(and --settings FILE, if this engine has other settings)"])
 
 
-def _read(path: Path) -> Certificate | None:
-    """The certificate in a file; None if the file is missing, damaged or of another format."""
+def certificate_path(identity: Identity) -> Path:
+    """Where engines look for the certificate of an identity."""
+    return _folder() / f"{identity.digest()}.json"
+
+
+def read_certificate(path: Path) -> dict[str, Any] | None:
+    """The content of a certificate's file; None if the file is missing or damaged."""
     try:
-        content = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text())
         recorded = content.pop("sha256")
         if recorded != json_digest(content):
             raise ValueError("digest")
-        return Certificate.from_dict(content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("not a certificate: %s (%s)", path, error)
         return None
+    return content
+
+
+def _read(path: Path) -> Verdicts | None:
+    """What a file says; None if it is missing, damaged or of another format."""
+    content = read_certificate(path)
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        return None if content is None else Verdicts.of(content)
+    return None
 
 
 def _identity_in(path: Path) -> dict[str, Any] | None:

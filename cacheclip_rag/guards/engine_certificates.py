@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..config import EngineConfig
 from ..methods.base import Method
 from ..plan.plan import KVSources
-from .certificate import find_certificate, no_promise, verdict_at
+from .certificate import find_certificate, no_promise
 from .identity import Identity, identity_of
 
 
@@ -40,8 +40,7 @@ class Certificates:
             return None
         least, guarantee = method.min_confidence, certificate.guarantee
         return lambda ratio: (
-            verdict_at(certificate, ratio, least) != "not faithful"
-            or (guarantee is not None and guarantee.covers(ratio, least))
+            certificate.at(ratio, least) != "not faithful" or (guarantee is not None and guarantee.covers(ratio, least))
         )
 
     def promised(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:

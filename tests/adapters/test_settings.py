@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificate_files import promise, save
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.adapters import ALIASES, ModelFields
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate
+from cacheclip_rag.guards.promise import PromisedGate
 from cacheclip_rag.methods import preset
 from tests.adapters.plain_model import PlainComponent, PlainModel
 from tests.guards.test_certificate import certificate_for
@@ -126,7 +127,7 @@ def test_the_gate_may_be_the_certificates(
     with pytest.raises(CertificateError, match="expects a promise in the certificate.*--max-differ"):
         ask(llm, prompt)
     gates = (PromisedGate(0.35, 0.0, 0, 0.09, 0.35),)
-    certificate_for(llm.engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+    save(certificate_for(llm.engine, guarantee=promise(*gates)))
     llm.engine.precompute(chunks)
     said = ask(llm, prompt)
     assert (said["method"], said["nominal_ratio"], said["gated"]) == ("cacheclip", 0.35, False)

@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificate_files import save, verdicts_for
 
 import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError, ModelError
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
-from cacheclip_rag.guards.certificate import (
-    THRESHOLDS,
-    Certificate,
-    GateFigures,
-    RatioFigures,
-    check_writable,
-    find_certificate,
-    verdict_at,
-)
+from cacheclip_rag.guards.certificate import THRESHOLDS, RatioVerdict, Verdicts, find_certificate
 from cacheclip_rag.guards.identity import Identity
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
@@ -34,12 +27,6 @@ from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
-GATE = (
-    GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),
-    GateFigures(0.1, 1.0, 0.3, 0.1, "faithful"),
-    GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
-)
-LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
 PROMISE = Guarantee(
     0.1,
     0.95,
@@ -49,7 +36,6 @@ PROMISE = Guarantee(
     (5, 5),
     (2, 32),
 )
-SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -69,34 +55,14 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
     return build
 
 
-def certificate_for(engine: CacheClipEngine, **changes: Any) -> Certificate:
-    verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
-    gates = {0.1: LOW_GATE, 0.2: GATE}
-    rows = [
-        RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
-    ]
-    made = Certificate(
-        primary="p",
-        auxiliary="a",
-        identity=engine.parts.certificates.identity(preset("cacheclip")),
-        verdict="faithful",
-        ratio=0.2,
-        exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
-        needle_accuracy_of_full=1.0,
-        ratios=rows,
-        thresholds=dict(THRESHOLDS),
-        prompts=24,
-        quick=False,
-        seconds=1.0,
-        created="2026-01-01T00:00:00+00:00",
-    )
-    return replace(made, **changes)
+def certificate_for(engine: CacheClipEngine, **changes: Any) -> Verdicts:
+    return verdicts_for(engine.parts.certificates.identity(preset("cacheclip")), **changes)
 
 
 class TestFile:
     def test_round_trip(self, make: Callable[..., CacheClipEngine], home: Path) -> None:
         made = certificate_for(make())
-        path = made.save()
+        path = save(made)
         assert path.parent == home / "certificates"
         assert find_certificate(made.identity) == (made, "")
         assert json.loads(path.read_text())["identity"]["method"] == "cacheclip"
@@ -113,7 +79,7 @@ class TestFile:
     )
     def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
         made = certificate_for(make())
-        path = made.save()
+        path = save(made)
         path.write_text(damage(path.read_text()))
         found, why = find_certificate(made.identity)
         assert found is None and "damaged" in why and str(path) in why
@@ -121,7 +87,7 @@ class TestFile:
     @pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
     def test_covers_nothing_else(self, make: Callable[..., CacheClipEngine], name: str) -> None:
         made = certificate_for(make())
-        made.save()
+        save(made)
         other = {**made.identity.settings, "system_prompt": "Else."} if name == "settings" else "other"
         found, why = find_certificate(replace(made.identity, **{name: other}))
         assert found is None
@@ -135,10 +101,11 @@ class TestFile:
     def test_one_of_an_older_version_covers_nothing(self, make: Callable[..., CacheClipEngine], field: str) -> None:
         """It does not say all that an identity says now. The warning says what it lacks."""
         made = certificate_for(make())
-        content = json.loads(made.save().read_text())
-        made.path.unlink()
+        path = save(made)
+        content = json.loads(path.read_text())
+        path.unlink()
         del content["identity"][field]
-        made.path.with_name("older.json").write_text(json.dumps({**content, "format": 4}))
+        path.with_name("older.json").write_text(json.dumps({**content, "format": 4}))
         found, why = find_certificate(made.identity)
         lacking = "prefix cache bytes, system prompt" if field == "settings" else field.replace("_", " ")
         assert found is None and why == f"its certificate is for other {lacking.replace(' sha256', '')}"
@@ -182,20 +149,29 @@ class TestFile:
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
-        verdicts = [verdict_at(made, ratio) for ratio in (0.0, 0.15, 0.2, 0.3, 0.5, 0.9, 1.0)]
+        verdicts = [made.at(ratio) for ratio in (0.0, 0.15, 0.2, 0.3, 0.5, 0.9, 1.0)]
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact", "exact", "exact"]
         noisy = replace(made, exactness={"passed": True, "checks": {"greedy": {"figure": 0.9}}})
-        assert verdict_at(noisy, 1.0) == "faithful"
-        measured = replace(made, ratios=[*made.ratios, replace(made.ratios[0], ratio=1.0, verdict="faithful")])
-        assert verdict_at(measured, 1.0) == "faithful" and verdict_at(measured, 0.9) == "exact"
+        assert noisy.at(1.0) == "faithful"
+        measured = replace(made, ratios=(*made.ratios, RatioVerdict(1.0, "faithful")))
+        assert measured.at(1.0) == "faithful" and measured.at(0.9) == "exact"
         failed = replace(made, exactness={"passed": False})
-        assert {verdict_at(failed, ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
+        assert {failed.at(ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
+
+    def test_other_thresholds_are_no_certificate(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = certificate_for(make())
+        save(made)
+        monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
+        found, why = find_certificate(made.identity)
+        assert found is None and "thresholds" in why
 
 
 class TestGate:
     def test_auto_is_what_the_certificate_promises(self, make: Callable[..., CacheClipEngine]) -> None:
         """The cheapest ratio and gate; at a ratio that is given, its own; if one is chosen later, the strictest."""
-        certificate_for(make(), guarantee=PROMISE).save()
+        save(certificate_for(make(), guarantee=PROMISE))
         engine = make(min_confidence="auto")
         found = engine.make_method("cacheclip")
         assert (found.nominal_ratio, found.min_confidence) == (0.1, 0.4)
@@ -211,7 +187,7 @@ class TestGate:
         """Engines that require a certificate take it, whatever the verdict is; a stricter gate keeps it, too."""
         engine = make(require_certificate=True)
         made = certificate_for(engine, guarantee=PROMISE)
-        replace(made, ratios=[replace(row, verdict="not faithful", gate=()) for row in made.ratios]).save()
+        save(replace(made, ratios=tuple(RatioVerdict(row.ratio, "not faithful") for row in made.ratios)))
         engine.precompute(CHUNKS)
         low, may_be = preset("cacheclip").at(0.1), engine.parts.certificates.may_be
         for least, is_covered in ((0.4, True), (0.9, True), (0.35, False)):
@@ -226,10 +202,10 @@ class TestGate:
         """A ratio that is not faithful by itself may be with a gate, and engines that require a certificate take it."""
         engine = make(require_certificate=True)
         made = certificate_for(engine)
-        made.save()
-        verdicts = [verdict_at(made, 0.1, least) for least in (0.0, 0.1, 0.3, 1.0)]
+        save(made)
+        verdicts = [made.at(0.1, least) for least in (0.0, 0.1, 0.3, 1.0)]
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful"]
-        assert verdict_at(made, 0.2, 1.0) == "exact" and verdict_at(made, 0.5, 0.3) == "exact"
+        assert made.at(0.2, 1.0) == "exact" and made.at(0.5, 0.3) == "exact"
         low = preset("cacheclip").at(0.1)
         engine.precompute(CHUNKS)
         assert engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.3)).stats.hits
@@ -255,80 +231,24 @@ class TestGate:
             CertificateError, match=r"and it has not been certified. Measure it: cacheclip certify .*or"
         ):
             engine.generate("What is kept?", method="cacheclip")
-        certificate_for(engine, guarantee=guarantee).save()
+        save(certificate_for(engine, guarantee=guarantee))
         with pytest.raises(CertificateError, match=rf"{why}. Measure it: .* --max-differ 0.1 .*or set a number"):
             engine.make_method("cacheclip", 0.25)
-        certificate_for(engine, guarantee=PROMISE).save()
+        save(certificate_for(engine, guarantee=PROMISE))
         assert engine.make_method("cacheclip").min_confidence == 0.4, "a later certificate is found"
 
     @pytest.mark.parametrize("guarantee", [PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
     def test_a_promise_is_read_as_it_was_written(
         self, make: Callable[..., CacheClipEngine], guarantee: Guarantee
     ) -> None:
-        """And a later certificate that was not asked for one leaves it; one that was asked replaces it."""
         made = certificate_for(make(), guarantee=guarantee)
-        made.save()
+        save(made)
         assert find_certificate(made.identity)[0] == made
-        certificate_for(make()).save()
-        assert find_certificate(made.identity)[0] == made
-        other = replace(made, guarantee=replace(guarantee, most=0.2))
-        other.save()
-        assert find_certificate(made.identity)[0] == other
 
     @pytest.mark.parametrize("value", ["most", 1.5, -0.1, True])
     def test_nothing_else_is_taken(self, value: object) -> None:
         with pytest.raises(ConfigurationError, match="min_confidence must be a probability, 0 to 1, or 'auto'"):
             EngineConfig(min_confidence=value)
-
-
-class TestSaving:
-    def test_quick_does_not_replace_thorough(self, make: Callable[..., CacheClipEngine]) -> None:
-        made = certificate_for(make())
-        path = made.save()
-        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
-        assert find_certificate(made.identity)[0] == made
-
-    def test_thorough_replaces_quick(self, make: Callable[..., CacheClipEngine]) -> None:
-        made = certificate_for(make())
-        replace(made, quick=True, ratios=[replace(made.ratios[0], ratio=0.75)]).save()
-        made.save()
-        assert find_certificate(made.identity)[0] == made
-
-    def test_ratios_come_together(self, make: Callable[..., CacheClipEngine]) -> None:
-        made = certificate_for(make())
-        made.save()
-        newer = [replace(made.ratios[0], ratio=0.3, verdict="faithful"), replace(made.ratios[2], verdict="exact")]
-        replace(made, ratios=newer, ratio=0.3).save()
-        found = find_certificate(made.identity)[0]
-        assert found is not None
-        rows = {row.ratio: row.verdict for row in found.ratios}
-        assert rows == {0.0: "not faithful", 0.1: "not faithful", 0.2: "exact", 0.3: "faithful", 0.5: "exact"}
-
-    def test_failed_checks_replace_everything(self, make: Callable[..., CacheClipEngine]) -> None:
-        made = certificate_for(make())
-        made.save()
-        failed = replace(made, exactness={**made.exactness, "passed": False}, ratios=made.ratios[:1])
-        failed.save()
-        assert find_certificate(made.identity)[0] == failed
-
-    def test_other_thresholds_are_no_certificate(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        made = certificate_for(make())
-        made.save()
-        monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
-        found, why = find_certificate(made.identity)
-        assert found is None and "thresholds" in why
-
-    def test_folder_that_cannot_be_written(
-        self, make: Callable[..., CacheClipEngine], home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        made = certificate_for(make())
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
-        for attempt in (made.save, check_writable):
-            with pytest.raises(CertificateError, match=r"cannot be written.*CACHECLIP_HOME"):
-                attempt()
 
 
 class Twin(Recompute):
@@ -370,7 +290,7 @@ class TestEngine:
     ) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
-        certificate_for(engine).save()
+        save(certificate_for(engine))
         engine.generate(rag_prompt(chunks), ONE)
         engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
         assert "certificate" not in caplog.text
@@ -382,25 +302,25 @@ class TestEngine:
             engine.generate(rag_prompt(chunks), ONE)
         assert isinstance(error.value, ModelError)
         engine.generate(rag_prompt(chunks), ONE, method="full")  # reuses nothing: needs none
-        certificate_for(engine).save()
+        save(certificate_for(engine))
         engine.generate(rag_prompt(chunks), ONE)
 
     def test_not_faithful_at_this_ratio(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
-        certificate_for(engine).save()
+        save(certificate_for(engine))
         with pytest.raises(CertificateError, match=r"says 'not faithful' at recompute ratio 0\.1"):
             engine.generate(rag_prompt(chunks), ONE, recompute_ratio=0.1)
 
     def test_of_another_method(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
-        certificate_for(engine).save()
+        save(certificate_for(engine))
         with pytest.raises(CertificateError, match="method 'direct'"):
             engine.generate(rag_prompt(chunks), ONE, method="direct")
 
     def test_of_another_dtype(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        certificate_for(make()).save()
+        save(certificate_for(make()))
         other = make(require_certificate=True, dtype="bfloat16")
         other.precompute(chunks)
         with pytest.raises(CertificateError, match="certify"):
@@ -419,7 +339,7 @@ class TestEngine:
         engine, strict = make(), make(require_certificate=True)
         for each in (engine, strict):
             each.precompute(chunks)
-        certificate_for(engine, quick=True, prompts=4).save()
+        save(certificate_for(engine, quick=True))
         engine.generate(rag_prompt(chunks), ONE)
         assert "certificate" not in caplog.text
         with pytest.raises(CertificateError, match="quick certificate"):
@@ -429,7 +349,7 @@ class TestEngine:
     def test_method_of_another_class(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
-        certificate_for(engine).save()
+        save(certificate_for(engine))
         with pytest.raises(CertificateError, match=r"evaluation\.certify.*method=Mine"):
             engine.generate(
                 rag_prompt(chunks),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificate_files import save
 from fake_stats import stats
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
@@ -269,7 +270,7 @@ class TestPromise:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         engine = make(shadow_rate=1.0, require_certificate=requires, prefix_cache_bytes=0)
         gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
         texts, warned = [], []
         for _ in range(7):
             answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
@@ -296,7 +297,7 @@ class TestPromise:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         engine = make(shadow_rate=1.0)
         gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
         for temperature in (0.0, 1.0):  # of a sampled answer nothing is known
             params = SamplingParams(max_tokens=10, temperature=temperature, seed=0)
             engine.prefixes.clear()
@@ -318,7 +319,7 @@ class TestPromise:
         monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: (0.0, agreement))
         engine = make(shadow_rate=1.0)
         gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
         engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
         assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()

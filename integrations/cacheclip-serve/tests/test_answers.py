@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from certificate_files import promise, save, verdicts_for
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import NAME, Served, running
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.guards import THRESHOLDS, Certificate, Guarantee, PromisedGate
+from cacheclip_rag.guards import PromisedGate
 from cacheclip_rag.methods import preset
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION, rag_prompt
 
@@ -338,22 +339,8 @@ class TestField:
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         gates = (PromisedGate(0.35, 1.0, 0, 0.09, 0.35),)
-        Certificate(
-            primary="p",
-            auxiliary="a",
-            identity=CacheClipEngine(replace(config, store=None)).parts.certificates.identity(preset("cacheclip")),
-            verdict="faithful",
-            ratio=0.35,
-            exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
-            needle_accuracy_of_full=1.0,
-            ratios=[],
-            thresholds=dict(THRESHOLDS),
-            prompts=24,
-            quick=False,
-            seconds=1.0,
-            created="2026-01-01T00:00:00+00:00",
-            guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None),
-        ).save()
+        identity = CacheClipEngine(replace(config, store=None)).parts.certificates.identity(preset("cacheclip"))
+        save(verdicts_for(identity, guarantee=promise(*gates)))
         with running(replace(config, store=None, min_confidence="auto")) as served:
             served.engine.precompute(CHUNKS)
             asking = OpenAI(base_url=served.url, api_key="unused", max_retries=0)

@@ -13,11 +13,11 @@ from cacheclip_vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Set
 from cacheclip_vllm.passes import passes
 from cacheclip_vllm.planner import Planner
 from cacheclip_vllm.served import Served
+from certificate_files import save, verdicts_for
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
-from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
@@ -155,15 +155,6 @@ class TestReady:
             self.ready(made, given)
 
 
-def certificate(identity: Identity) -> Certificate:
-    """A faithful one, at any ratio."""
-    spread = {"mean": 0.0, "median": 0.0, "max": 0.0}
-    row = RatioFigures(0.0, 0.1, spread, spread, 1.0, 1.0, "faithful")
-    exactness = {"passed": True, "checks": {"greedy": {"figure": 1.0}}}
-    about = ("faithful", 0.2, exactness, 1.0, [row], THRESHOLDS, 20, False, 1.0, "2026-01-01T00:00:00+00:00")
-    return Certificate("primary", None, identity, *about)
-
-
 class TestPlanner:
     def test_settings_without_effect_are_refused(self, made: dict[str, Any]) -> None:
         for name, value in (
@@ -191,10 +182,10 @@ class TestPlanner:
         theirs = planner.parts.certificates.identity(method)
         assert theirs == replace(ours, backend=planner.served.label) and ours.backend == ""
         assert theirs.digest() != ours.digest()
-        certificate(ours).save()
+        save(verdicts_for(ours))
         with pytest.raises(CertificateError, match=r"other backend.*cacheclip certify --backend vllm "):
             planner.plan(rag_prompt(CHUNKS))
-        certificate(theirs).save()
+        save(verdicts_for(theirs))
         assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]
 
     def test_methods_that_an_engine_fuses_have_the_engines_certificate(self, made: dict[str, Any]) -> None:

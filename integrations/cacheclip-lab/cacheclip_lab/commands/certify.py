@@ -16,7 +16,9 @@ from .common import BackendOption, Rows, VariantsOption, measured, print_tables
 from .tables import CertifyTable
 
 if TYPE_CHECKING:
-    from cacheclip_rag.guards import Certificate, Guarantee
+    from cacheclip_rag.guards import Guarantee
+
+    from ..evaluation.certificate import Certificate
 
 
 @engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")

@@ -16,20 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
-from cacheclip_rag.guards import (
-    THRESHOLDS,
-    Certificate,
-    GateFigures,
-    RatioFigures,
-    TurnFigures,
-    check_writable,
-    verdict_at,
-)
+from cacheclip_rag.guards import THRESHOLDS
 from cacheclip_rag.measuring import Identity, identity_of
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 
+from .certificate import Certificate, GateFigures, RatioFigures, TurnFigures, check_writable
 from .conversations import TurnOutcome, converse, questions_of
 from .exactness import DIRECT, check_exactness, check_reuse
 from .fidelity import Fidelity
@@ -176,7 +169,7 @@ def certificate_of(
         primary=config.primary,
         auxiliary=config.auxiliary,
         identity=identity,
-        verdict="",
+        verdict="not faithful",
         ratio=method.nominal_ratio,
         exactness=exactness,
         needle_accuracy_of_full=needles,
@@ -191,7 +184,7 @@ def certificate_of(
         seconds=seconds,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
+    return replace(certificate, verdict=certificate.verdicts.at(certificate.ratio))
 
 
 def prompts_of(quick: bool) -> list[EvaluationPrompt]:

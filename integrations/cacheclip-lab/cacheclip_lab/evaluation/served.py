@@ -17,12 +17,12 @@ import torch
 from cacheclip_vllm import MeasuredAnswer, MeasuredVLLM, measured_vllm
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
-from cacheclip_rag.guards import Certificate, check_writable
 from cacheclip_rag.measuring import confidence, kl_divergence
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.plugins import progress_bar
 
 from . import certify as common
+from .certificate import Certificate, check_writable
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens
 from .fidelity import compare
 from .prompts import EvaluationPrompt

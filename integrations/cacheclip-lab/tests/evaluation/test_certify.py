@@ -13,6 +13,7 @@ import cacheclip_lab.evaluation.certify as module
 import pytest
 import torch
 from cacheclip_lab.evaluation import exactness, guarantee as guarantees
+from cacheclip_lab.evaluation.certificate import saved_certificate
 from cacheclip_lab.evaluation.certify import RATIOS, certify
 from cacheclip_lab.evaluation.conversations import questions_of
 from cacheclip_lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
@@ -373,9 +374,9 @@ class TestCertify:
         certificate.save()
         bad = replace(certificate, turns=(*certificate.turns[:2], replace(certificate.turns[2], verdict="faithful")))
         bad.save()
-        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+        assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
         replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
-        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+        assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
 
     def test_questions_of_a_conversation(self) -> None:
         for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):

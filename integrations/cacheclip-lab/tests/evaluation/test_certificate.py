@@ -1,0 +1,142 @@
+"""Files of certificates: what is written, what of an older one stays, and what engines read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheclip_lab.evaluation.certificate import (
+    Certificate,
+    GateFigures,
+    RatioFigures,
+    TurnFigures,
+    check_writable,
+    saved_certificate,
+)
+
+from cacheclip_rag import CacheClipEngine, CertificateError
+from cacheclip_rag.guards import THRESHOLDS, Guarantee, PromisedGate
+from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.measuring import Identity
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.testing import FakeRuntime
+
+GATE = (
+    GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),
+    GateFigures(0.1, 1.0, 0.3, 0.1, "faithful"),
+    GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
+)
+LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
+PROMISE = Guarantee(
+    0.1,
+    0.95,
+    100,
+    (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6)),
+    (900, 1200),
+    (5, 5),
+    (2, 32),
+)
+SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
+
+
+TURN = TurnFigures(1, 900.0, 0.0, 200.0, SPREAD, SPREAD, 0.9, 1.0, 1.0, "not faithful")
+
+
+@pytest.fixture
+def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    register_runtime("fake", FakeRuntime)
+    engine = CacheClipEngine(primary="fake:certified", auxiliary=None)
+    return engine.parts.certificates.identity(preset("epic"))
+
+
+def certificate_for(identity: Identity, **changes: Any) -> Certificate:
+    verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
+    gates = {0.1: LOW_GATE, 0.2: GATE}
+    rows = [
+        RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
+    ]
+    made = Certificate(
+        primary="p",
+        auxiliary="a",
+        identity=identity,
+        verdict="faithful",
+        ratio=0.2,
+        exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
+        needle_accuracy_of_full=1.0,
+        ratios=rows,
+        thresholds=dict(THRESHOLDS),
+        prompts=24,
+        quick=False,
+        seconds=1.0,
+        created="2026-01-01T00:00:00+00:00",
+    )
+    return replace(made, **changes)
+
+
+def test_engines_read_what_was_written(identity: Identity) -> None:
+    made = certificate_for(identity, guarantee=PROMISE, turns=(TURN,))
+    path = made.save()
+    assert path == made.path and path.parent.name == "certificates"
+    assert saved_certificate(identity) == made
+    assert find_certificate(identity) == (made.verdicts, "")
+    verdicts = made.verdicts
+    assert [verdicts.at(ratio) for ratio in (0.1, 0.2, 0.5)] == ["not faithful", "not faithful", "exact"]
+    assert verdicts.at(0.1, 0.3) == "faithful" and verdicts.at(0.2, 1.0) == "exact", "a gate has figures of its own"
+    assert verdicts.guarantee == PROMISE and not verdicts.quick and verdicts.ratio == 0.2
+
+
+@pytest.mark.parametrize("guarantee", [PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
+def test_a_promise_stays(identity: Identity, guarantee: Guarantee) -> None:
+    """Where a later certificate was not asked for one; one that was asked replaces it."""
+    made = certificate_for(identity, guarantee=guarantee)
+    made.save()
+    certificate_for(identity).save()
+    assert saved_certificate(identity) == made
+    other = replace(made, guarantee=replace(guarantee, most=0.2))
+    other.save()
+    assert saved_certificate(identity) == other
+
+
+class TestSaving:
+    def test_quick_does_not_replace_thorough(self, identity: Identity) -> None:
+        made = certificate_for(identity)
+        path = made.save()
+        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
+        assert saved_certificate(identity) == made
+
+    def test_thorough_replaces_quick(self, identity: Identity) -> None:
+        made = certificate_for(identity)
+        replace(made, quick=True, ratios=[replace(made.ratios[0], ratio=0.75)]).save()
+        made.save()
+        assert saved_certificate(identity) == made
+
+    def test_ratios_come_together(self, identity: Identity) -> None:
+        made = certificate_for(identity)
+        made.save()
+        newer = [replace(made.ratios[0], ratio=0.3, verdict="faithful"), replace(made.ratios[2], verdict="exact")]
+        replace(made, ratios=newer, ratio=0.3).save()
+        found = saved_certificate(identity)
+        assert found is not None
+        rows = {row.ratio: row.verdict for row in found.ratios}
+        assert rows == {0.0: "not faithful", 0.1: "not faithful", 0.2: "exact", 0.3: "faithful", 0.5: "exact"}
+
+    def test_failed_checks_replace_everything(self, identity: Identity) -> None:
+        made = certificate_for(identity)
+        made.save()
+        failed = replace(made, exactness={**made.exactness, "passed": False}, ratios=made.ratios[:1])
+        failed.save()
+        assert saved_certificate(identity) == failed
+
+    def test_folder_that_cannot_be_written(
+        self, identity: Identity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        made = certificate_for(identity)
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
+        for attempt in (made.save, check_writable):
+            with pytest.raises(CertificateError, match=r"cannot be written.*CACHECLIP_HOME"):
+                attempt()
