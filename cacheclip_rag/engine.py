@@ -312,12 +312,14 @@ class CacheClipEngine(Closing):
             as_it_stands: the prompt is a text, and gets no chat template and no system prompt.
             isolated: find whole chunks only, as for a chunk context that is isolated (:meth:`context_of`).
         """
-        variables = check_template_kwargs(chat_template_kwargs or {})
-        texts = given_texts(documents)
-        if as_it_stands:
-            return self.parts.segment_as_it_stands(str(prompt), texts, isolated=isolated)
         return self.parts.segment(
-            prompt, texts, date=date, tools=check_tools(tools), variables=variables, isolated=isolated
+            str(prompt) if as_it_stands else prompt,
+            given_texts(documents),
+            date=date,
+            tools=check_tools(tools),
+            variables=check_template_kwargs(chat_template_kwargs or {}),
+            as_it_stands=as_it_stands,
+            isolated=isolated,
         )
 
     def plan(

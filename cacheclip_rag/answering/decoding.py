@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,8 +16,10 @@ from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
 from ..fusion.answer import Answer, Event, TokenLogprob
 from ..runtime.base import Constraint, Runtime
 from .beside import Beside, Continuation
+from .options import CallOptions
 from .prefill import Prefilled
 from .text import TextStream
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -32,34 +32,30 @@ _RESERVED_TOKENS = 512
 def decode(
     runtime: Runtime,
     prefilled: Prefilled,
-    params: SamplingParams,
+    options: CallOptions,
     *,
-    beside: Beside | None = None,
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-    step: Callable[[Any, int], torch.Tensor] | None = None,
-    constraint: Constraint | None = None,
-    text_of: Callable[[Sequence[int]], str] | None = None,
-    logprobs: int | None = None,
+    beside: Beside | None,
+    turns: Turns,
+    constraint: Constraint | None,
+    text_of: Callable[[Sequence[int]], str],
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
     Args:
-        beside: what goes on beside the answer; default nothing.
-        turn: taken for each computation of the model, and given back before an event is yielded.
-        step: appends a token to a state and returns the next logits, in a turn that it takes itself; default the
-            runtime's ``decode_step``, in a ``turn``.
+        options: with ``logprobs``, what goes on beside the answer withdraws no token.
+        beside: what goes on beside the answer; None: nothing.
+        turns: one is taken for each computation of the model, and given back before an event is yielded.
         constraint: says which tokens may come next; not with verified finishing, which compares free choices.
-        text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
-        logprobs: as in the options of a call; not if what goes on beside may withdraw tokens.
+        text_of: the answer's text from its token ids.
 
     An answer to a chat may begin with reasoning, unless a constraint says otherwise.
     """
-    started = PhaseClock()
+    started, params, logprobs = PhaseClock(), options.params, options.logprobs
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids, logprobs)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
-    streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end, runtime.reasoning_ends)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams, started)
+    streams = partial(TextStream, text_of, params.stop, prompt_end, runtime.reasoning_ends)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turns, streams, started)
     stats = prefilled.stats
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     try:
@@ -83,7 +79,7 @@ def decode(
         stats,
         answer.prefilled.trace,
         reasoning=answer.reasoning + answer.stream.reasoning,
-        logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of or runtime.decode_ids),
+        logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of),
         stop_string=answer.stream.stopped_by,
     )
     yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
@@ -115,36 +111,32 @@ def _token_text(runtime: Runtime, token: int, text: str, *, names: bool = False)
     return text, text.encode()
 
 
+@dataclass(eq=False)
 class _Decoding:
     """An answer while it is decoded."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        prefilled: Prefilled,
-        params: SamplingParams,
-        sampler: Sampler,
-        beside: Beside,
-        turn: Callable[[], AbstractContextManager[None]],
-        step: Callable[[Any, int], torch.Tensor] | None,
-        new_stream: Callable[[], TextStream],
-        clock: PhaseClock,
-    ) -> None:
-        self.prefilled = prefilled
-        self.cache = prefilled.cache
-        self.ids = [sampler.pick(prefilled.logits)]
-        self.stream = new_stream()
-        self.reasoning = ""
-        """Reasoning that events have given."""
-        self.has_ended = False
-        """Whether the last token, or a stop string, ends the answer."""
-        self._runtime, self._params, self._sampler = runtime, params, sampler
-        self._beside, self._turn, self._step, self._new_stream = beside, turn, step, new_stream
-        self._clock = clock
-        self.first_s = None if beside.may_withdraw else clock.elapsed()
+    _runtime: Runtime
+    prefilled: Prefilled
+    _params: SamplingParams
+    _sampler: Sampler
+    _beside: Beside
+    _turns: Turns
+    _new_stream: Callable[[], TextStream]
+    _clock: PhaseClock
+    reasoning: str = ""
+    """Reasoning that events have given."""
+    has_ended: bool = False
+    """Whether the last token, or a stop string, ends the answer."""
+
+    def __post_init__(self) -> None:
+        self.cache = self.prefilled.cache
+        self.ids = [self._sampler.pick(self.prefilled.logits)]
+        self.stream = self._new_stream()
+        self.first_s = None if self._beside.may_withdraw else self._clock.elapsed()
         """Seconds until there was a token that stays; None: none yet."""
-        self._num_prompt = prefilled.layout.num_tokens
-        self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
+        self._num_prompt = self.prefilled.layout.num_tokens
+        room = self._runtime.context_tokens - self.cache.position_of(self._num_prompt)
+        self._most = min(self._params.max_tokens, room)
 
     def events(self) -> Iterator[Event]:
         """An event a token: the answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
@@ -178,7 +170,7 @@ class _Decoding:
         """Let what is beside the answer go on. Returns whether the last token is another one now."""
         pinned = self._runtime.pinned_rope and self._num_prompt + len(self.ids) > self._runtime.reuse_tokens
         is_over = self.has_ended or len(self.ids) >= self._most
-        with self._turn():
+        with self._turns.token():
             found = self._beside.after(self.ids, completely=is_over or pinned)
         if self.first_s is None and not self._beside.may_withdraw:
             self.first_s = self._clock.elapsed()
@@ -202,17 +194,15 @@ class _Decoding:
         # above this length, the model's rotary frequencies change: prefill again, as transformers' generate does
         if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
             read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
-            with self._turn():
+            with self._turns.token():
                 self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
             self._beside = Beside()  # all KV is exact now
             self.prefilled = replace(self.prefilled, continuing=None)  # and that of a longer prompt
             return logits
-        if self._step is not None and not self._beside.asks_before:
-            return self._step(cache, self.ids[-1])
-        with self._turn():
+        if not self._beside.asks_before:
+            return self._turns.step(runtime, cache, self.ids[-1])
+        with self._turns.token():
             logits = runtime.decode_step(cache, self.ids[-1])
-            if not self._beside.asks_before:
-                return logits
             found = self._beside.before(self.ids, self._sampler.allowed(logits))
         if found is None:
             return logits

@@ -28,7 +28,7 @@ from ..models.memory import free_bytes
 from ..plan.plan import KVSources
 from ..prompt.layout import check_least_length
 from ..prompt.messages import Prompt
-from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
+from ..prompt.segments import PromptReader, Segment
 from ..runtime.base import Runtime
 from ..runtime.transformers.prefix_cache import PrefixCache
 from ..selection.engine_head_sets import HeadSets
@@ -222,29 +222,29 @@ class Parts:
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        as_it_stands: bool = False,
         isolated: bool = False,
     ) -> list[Segment]:
-        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`. An
-        ``isolated`` chunk context finds whole chunks only."""
+        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`. A text that
+        is read ``as_it_stands`` gets no chat template and no system prompt. An ``isolated`` chunk context finds whole
+        chunks only."""
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
         check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
-        reader = PromptReader(self.runtime, self.config.system_prompt)
-        given = _watched(documents) if documents or CALLER.get() else ()
+        reader = PromptReader(self.runtime, None if as_it_stands else self.config.system_prompt)
+        caller, given = CALLER.get(), GivenTexts(documents) if documents else ()
+        if caller is not None:  # whose search ends when the caller leaves
+            given = GivenTexts(documents, caller.check)
         return reader.segments(
-            prompt, self.texts.index, given, date=date, tools=tools, variables=variables, parts=not isolated
+            prompt,
+            self.texts.index,
+            given,
+            date=date,
+            tools=tools,
+            variables=variables,
+            as_it_stands=as_it_stands,
+            parts=not isolated,
         )
-
-    def segment_as_it_stands(
-        self, text: str, documents: Collection[str] = (), *, isolated: bool = False
-    ) -> list[Segment]:
-        """Cut a text without chat template and system prompt into stored chunks and fresh text. ``isolated`` is as in
-        :meth:`segment`."""
-        runtime = self.runtime
-        check_least_length([text], runtime)
-        given = _watched(documents) if documents or CALLER.get() else ()
-        opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-        return opening + segment_text(text, self.texts.index, given, parts=not isolated)
 
     def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
         """``role``: ``primary`` or ``auxiliary``."""
@@ -349,9 +349,3 @@ class Parts:
         # from below to above, so that nothing that was read before is kept above
         self.certificates.forget()
         vars(self).pop("controllers", None)
-
-
-def _watched(documents: Collection[str]) -> GivenTexts:
-    """The documents of a request, whose search ends when its caller leaves."""
-    caller = CALLER.get()
-    return GivenTexts(documents) if caller is None else GivenTexts(documents, caller.check)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ class Answering:
             runtime, options = self.parts.kv_sources(request.method).primary.runtime, request.options
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
-            text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
+            text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else runtime.decode_ids
             turns = turns_of(runtime)
             prompt = self._segment(request)  # before the turn: a long prompt holds up no other one
             kv_sources, generation = prompt.prefilling.kv_sources, prompt.prefilling.generation
@@ -102,13 +101,11 @@ class Answering:
                 events = decode(
                     runtime,
                     prefilled,
-                    options.params,
+                    options,
                     beside=beside,
-                    turn=turns.token,
-                    step=partial(turns.step, runtime),
+                    turns=turns,
                     constraint=constraint,
                     text_of=text_of,
-                    logprobs=options.logprobs,
                 )
                 del prefilled  # decoding drops its KV once it goes on from the exact KV
                 events = chain((next(events),), events)

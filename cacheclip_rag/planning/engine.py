@@ -32,7 +32,7 @@ from ..guards.misses import MissWarning
 from ..methods.base import Method
 from ..models.load import concrete, load_planning
 from ..prompt.messages import Documents, Prompt
-from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
+from ..prompt.segments import PromptReader, Segment, given_texts
 from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import TieredStore
@@ -143,13 +143,15 @@ class PlanningEngine(Closing):
         """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method. ``as_it_stands``: it is a
         text without chat template and system prompt."""
         chosen = method if isinstance(method, Method) else self.make_method(method)
-        isolated = self.parts.context_of(chosen).isolated
-        texts = given_texts(documents)
-        if not as_it_stands:
-            checked = check_tools(tools)
-            return self.parts.segment(prompt, texts, tools=checked, variables=variables, isolated=isolated)
-        assert isinstance(prompt, str), "only a text can be read as it stands"
-        return self.parts.segment_as_it_stands(prompt, texts, isolated=isolated)
+        assert isinstance(prompt, str) or not as_it_stands, "only a text can be read as it stands"
+        return self.parts.segment(
+            prompt,
+            given_texts(documents),
+            tools=check_tools(tools),
+            variables=variables,
+            as_it_stands=as_it_stands,
+            isolated=self.parts.context_of(chosen).isolated,
+        )
 
     @torch.inference_mode()
     def plan(
@@ -212,7 +214,7 @@ class PlanningEngine(Closing):
         """
         runtime = self._load_primary(self.config.primary, dtype=concrete(self.config).dtype)
         segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=check_tools(tools))
-        return tuple(tokenize_whole(segments, runtime).ids)
+        return runtime.tokenize_prompt(segments).ids
 
     def close(self) -> None:
         """Close file handles, and end what observers do. The engine may be used again afterwards."""

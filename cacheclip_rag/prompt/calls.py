@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..runtime.base import REASONING_MARKERS
+from ..runtime.markers import REASONING_MARKERS
 from .reasoning import may_begin
 from .tools import ToolCall, as_object, check_tools, is_name
 

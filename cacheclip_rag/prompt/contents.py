@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from ..runtime.base import REASONING_MARKERS, Message
+from ..runtime.base import Message
+from ..runtime.markers import REASONING_MARKERS
 
 _LOOKED_FOR = (
     *(marker for pair in REASONING_MARKERS for marker in pair),

@@ -18,7 +18,7 @@ import torch
 from ..base.errors import PromptTooLongError
 from ..finding.folding import code_points, fold
 from ..runtime.base import Runtime, TokenizedText
-from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
+from .segments import Chunk, Fresh, Segment, without_parts
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
@@ -115,7 +115,7 @@ def lay_out(
             if len(tokens := tokenize_chunk(first.whole)):
                 spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
         else:
-            spans += _spans(group, tokenize_whole(group, runtime), tokenize_chunk, start)
+            spans += _spans(group, runtime.tokenize_prompt(group), tokenize_chunk, start)
     ids = [token for span in spans for token in span.tokens.ids]
     first_chunk = next((span.start for span in spans if span.is_chunk), len(ids))
     # at least one token must be computed: its logits give the first new token

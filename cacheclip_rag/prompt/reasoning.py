@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..runtime.base import REASONING_MARKERS
+from ..runtime.markers import REASONING_MARKERS
 
 _NEXT, _TEXT = "<|start|>assistant", "<|channel|>final<|message|>"
 """Between messages of an answer in channels, and before the one that is its text."""

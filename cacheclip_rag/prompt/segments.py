@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
-from ..runtime.base import Message, Runtime, TokenizedText
+from ..runtime.base import Message, Runtime
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt, in_turns, result_as_text, system_in_user
 from .reasoning import split_channels
@@ -310,11 +310,6 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
     return [segment for segment in checked if segment.text]
 
 
-def tokenize_whole(segments: Sequence[Segment], runtime: Runtime) -> TokenizedText:
-    """Tokens of joined segments, with offsets in the joined text."""
-    return runtime.tokenize_prompt([(segment.text, segment.control) for segment in segments])
-
-
 def without_parts(segments: Iterable[Segment]) -> list[Segment]:
     """The segments with parts of chunks as fresh text, for methods that need whole chunks."""
     return [Fresh(s.text) if isinstance(s, Chunk) and s.of is not None else s for s in segments]
@@ -368,6 +363,7 @@ class PromptReader:
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        as_it_stands: bool = False,
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
@@ -382,16 +378,17 @@ class PromptReader:
                 :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
             variables: further variables of the chat template, which
                 :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
+            as_it_stands: the prompt is a text without a chat template, also if the model has one.
             parts: False finds whole texts only.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
         """
-        if tools:
+        if tools and not as_it_stands:
             self._check_tools(tools)
         runtime, own = self.runtime, self.system_prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
-        if not runtime.has_chat_template:
+        if as_it_stands or not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
             return self._opening() + segment_text(text, texts, documents, parts=parts)
         if own and all(message["role"] != "system" for message in messages):
@@ -422,7 +419,7 @@ class PromptReader:
         if self.runtime.has_chat_template:
             segments = self.segments(content, None, date=_PREFIX_DATE)  # stored texts do not change it
             opening = segments[: segments.index(Fresh(content))]
-        return list(tokenize_whole(opening, self.runtime).ids)
+        return list(self.runtime.tokenize_prompt(opening).ids)
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigurationError if the model cannot be told of tools, or the template would write one of their names

@@ -9,9 +9,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock as PhaseClock
     from .base import (
-        CALL_MARKERS as CALL_MARKERS,
         DTYPES as DTYPES,
-        REASONING_MARKERS as REASONING_MARKERS,
         KVMatch as KVMatch,
         KVRun as KVRun,
         KVSource as KVSource,
@@ -19,6 +17,10 @@ if TYPE_CHECKING:
         Runtime as Runtime,
         State as State,
         TokenizedText as TokenizedText,
+    )
+    from .markers import (
+        CALL_MARKERS as CALL_MARKERS,
+        REASONING_MARKERS as REASONING_MARKERS,
         known_reasoning as known_reasoning,
         markers_among as markers_among,
     )
@@ -40,10 +42,8 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "..base.clock": "PhaseClock",
-        "base": (
-            "CALL_MARKERS DTYPES REASONING_MARKERS KVMatch KVRun KVSource Message Runtime State TokenizedText "
-            "known_reasoning markers_among"
-        ),
+        "base": "DTYPES KVMatch KVRun KVSource Message Runtime State TokenizedText",
+        "markers": "CALL_MARKERS REASONING_MARKERS known_reasoning markers_among",
         "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",
         "transformers.constraint": "Grammars SchemaConstraint",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -113,47 +113,6 @@ class KVMatch:
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 
-
-CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
-"""What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
-lacks."""
-
-REASONING_MARKERS = (
-    ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
-    ("[THINK]", "[/THINK]"),  # Mistral
-    ("<seed:think>", "</seed:think>"),
-    ("<thought>", "</thought>"),  # EXAONE Deep
-    ("<thinking>", "</thinking>"),
-    ("<reasoning>", "</reasoning>"),
-    ("◁think▷", "◁/think▷"),  # Kimi VL
-    ("<|channel>thought", "<channel|>"),  # Gemma 4
-    ("<|channel|>analysis<|message|>", "<|end|>"),  # GPT-OSS, whose answers are messages, each in a channel
-    ("<|channel|>commentary<|message|>", "<|end|>"),  # what it says before calls
-)
-"""What models write before and after reasoning. Special tokens in some tokenizers, too."""
-
-CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
-"""Special tokens of models that answer in channels."""
-_CHANNELS = ("<|channel|>", "<|channel>")
-"""Special tokens that begin reasoning, with a word after them: GPT-OSS's, and Gemma 4's."""
-
-
-def markers_among(special: Mapping[int, str]) -> dict[int, str]:
-    """Those of a tokenizer's special tokens that mark calls, reasoning or channels, by their ids."""
-    known = {*CALL_MARKERS, *_CHANNELS[1:], *(marker for pair in REASONING_MARKERS for marker in pair)} - {"<|end|>"}
-    if "<|channel|>" in special.values():  # in other tokenizers, some of their names mean something else
-        known.update(CHANNEL_MARKERS)
-    return {token: text for token, text in special.items() if text in known}
-
-
-def known_reasoning(template: object, markers: Mapping[int, str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether some of the special tokens that are ``markers`` are for reasoning; and the markers that end it, of those
-    that they or the chat template (or one of several by name) know. GPT-OSS's ends other messages, too."""
-    marks = not {*_CHANNELS, *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
-    known = f"{template}{[*markers.values()]}"
-    return marks, tuple(dict.fromkeys(end for _, end in REASONING_MARKERS if end in known and end != "<|end|>"))
-
-
 Message = dict[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``
 and ``reasoning_content``, and a tool's message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
@@ -182,6 +141,17 @@ class TokenizedText:
     def moved(self, by: int) -> TokenizedText:
         """The same tokens, ``by`` characters later in a text."""
         return self if not by else TokenizedText(self.ids, tuple((a + by, b + by) for a, b in self.offsets))
+
+
+class PromptText(Protocol):
+    """A part of a prompt's text."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def control(self) -> bool:
+        """As in :meth:`Runtime.tokenize`."""
 
 
 class Constraint(Protocol):
@@ -223,7 +193,7 @@ class Runtime(ABC):
     marks_reasoning: bool = False
     """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     reasoning_ends: Sequence[str] = ()
-    """Markers that end reasoning (:func:`known_reasoning`): in answers, also reasoning that no marker opened."""
+    """Markers that end reasoning (:mod:`~cacheclip_rag.runtime.markers`): in answers, even if none opened it."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     template_variables: frozenset[str] = frozenset()
@@ -269,19 +239,18 @@ class Runtime(ABC):
         """Token ids of ``text``, with no special tokens added. Names of control tokens in the text become control
         tokens only if ``control`` is True."""
 
-    def tokenize_prompt(self, pieces: Sequence[tuple[str, bool]]) -> TokenizedText:
-        """Token ids of joined texts, each with its ``control`` as in :meth:`tokenize`. Offsets are those in the joined
-        text.
+    def tokenize_prompt(self, segments: Sequence[PromptText]) -> TokenizedText:
+        """Token ids of joined texts. Offsets are those in the joined text.
 
         They are the ids that other engines give the whole text, if its control tokens are known (:attr:`control_ids`).
         If text of users or documents would yield a control token so, or control tokens are not known, every change of
         ``control`` divides the text.
         """
-        if self.control_ids is not None and len({control for _, control in pieces}) == 2:
-            tokens = self.tokenize("".join(text for text, _ in pieces), control=True)
-            edges = np.cumsum([0, *(len(text) for text, _ in pieces)])
+        if self.control_ids is not None and len({each.control for each in segments}) == 2:
+            tokens = self.tokenize("".join(each.text for each in segments), control=True)
+            edges = np.cumsum([0, *(len(each.text) for each in segments)])
             users = [
-                (a, b) for a, b, (_, control) in zip(edges, edges[1:], pieces, strict=False) if not control and b > a
+                (a, b) for (a, b), each in zip(pairwise(edges), segments, strict=True) if not each.control and b > a
             ]
             first, last = np.array(users, dtype=np.int64).reshape(-1, 2).T
             start, stop = tokens.columns[1][np.isin(tokens.columns[0], self.control_ids)].T
@@ -292,8 +261,8 @@ class Runtime(ABC):
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         begin = 0
-        for control, run in groupby(pieces, key=lambda piece: piece[1]):
-            text = "".join(piece for piece, _ in run)
+        for control, run in groupby(segments, key=lambda each: each.control):
+            text = "".join(each.text for each in run)
             tokens = self.tokenize(text, control=control).moved(begin)
             ids += tokens.ids
             offsets += tokens.offsets
@@ -316,7 +285,7 @@ class Runtime(ABC):
 
     def decode_calls(self, ids: Sequence[int]) -> str:
         """Like :meth:`decode_ids`, with the special tokens that mark calls of tools and reasoning
-        (:data:`CALL_MARKERS`, :data:`REASONING_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
+        (:mod:`~cacheclip_rag.runtime.markers`). A runtime whose tokenizer has such tokens overrides this."""
         return self.decode_ids(ids)
 
     def constrain(self, json_schema: str) -> Constraint:

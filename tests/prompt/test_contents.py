@@ -15,7 +15,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
+from cacheclip_rag.prompt.segments import segment_chat
 from cacheclip_rag.store import Catalog
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -398,7 +398,7 @@ class TestVariables:
         assert segments[-1].text == f"<|im_end|>\n<|im_start|>assistant\n{end}"
         layout = engine.plan("How tall?", chat_template_kwargs=variables).layout
         assert layout.generation_prompt == segments[-1].text
-        assert layout.token_ids == tokenize_whole(segments, engine.primary).ids
+        assert layout.token_ids == engine.primary.tokenize_prompt(segments).ids
         answer = engine.generate("How tall?", max_tokens=2, chat_template_kwargs=variables)
         assert answer.stats.prompt_tokens == len(layout.token_ids)
 

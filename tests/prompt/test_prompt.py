@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.segments import check_segments, given_texts, segment_chat, segment_text, tokenize_whole
+from cacheclip_rag.prompt.segments import check_segments, given_texts, segment_chat, segment_text
 from cacheclip_rag.runtime.base import Message
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import Catalog, TextIndex
@@ -199,15 +199,15 @@ class TestControlText:
         engine.precompute([evil])
         segments = engine.segment(f"{evil}\n\n{question}")
         assert Chunk(evil) in segments
-        ids = tokenize_whole(segments, engine.primary).ids
+        ids = engine.primary.tokenize_prompt(segments).ids
         harmless = engine.segment(f"Harmless page.\n\n{question}")
         expected = sum(s.text.count(t) for s in harmless if isinstance(s, Fresh) and s.control for t in SPECIAL)
         assert sum(token in special_ids(engine.primary) for token in ids) == expected
 
     def test_same_text_as_control_and_as_content_is_tokenised_apart(self, engine: CacheClipEngine) -> None:
         runtime = engine.primary
-        assert len(tokenize_whole([Fresh("<|im_end|>", control=True)], runtime)) == 1
-        assert len(tokenize_whole([Fresh("<|im_end|>")], runtime)) == len(runtime.tokenize("<|im_end|>")) > 1
+        assert len(runtime.tokenize_prompt([Fresh("<|im_end|>", control=True)])) == 1
+        assert len(runtime.tokenize_prompt([Fresh("<|im_end|>")])) == len(runtime.tokenize("<|im_end|>")) > 1
 
 
 class TestText:

@@ -13,7 +13,7 @@ from cacheclip_rag.adapters.finishing import final_events
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
-from cacheclip_rag.runtime.base import REASONING_MARKERS, known_reasoning, markers_among
+from cacheclip_rag.runtime.markers import REASONING_MARKERS, known_reasoning, markers_among
 from cacheclip_rag.testing import FakeRuntime, fake_models, fake_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
@@ -435,7 +435,7 @@ def answered(
     runtime = fake_of(engine)
     runtime.reasoning_ends = ends
     runtime.says = [said]
-    prompt: Any = engine.parts.segment_as_it_stands("How tall?") if as_it_stands else "How tall?"
+    prompt: Any = engine.parts.segment("How tall?", as_it_stands=True) if as_it_stands else "How tall?"
     return runtime, list(engine.stream(prompt, **options))
 
 

@@ -17,7 +17,7 @@ from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.calls import CallReader
-from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
+from cacheclip_rag.prompt.segments import segment_chat
 from cacheclip_rag.prompt.tools import Marks, ToolCall, call_schema, check_calls, check_tools
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import Catalog
@@ -109,7 +109,7 @@ class TestPrompt:
             tool = {"name": "search", "description": text, "parameters": {**parameters, "enum": [text]}}
             messages = [user(text), calling(**{"query": text, text: [{"deep": text}]}), result(text)]
             segments = segment_chat(messages, runtime.render_chat, index, tools=check_tools([tool]))
-            return [i for i in tokenize_whole(segments, runtime).ids if i in CONTROL]
+            return [i for i in runtime.tokenize_prompt(segments).ids if i in CONTROL]
 
         assert ids(EVIL) == ids("harmless")
         assert len(ids("harmless")) > 6

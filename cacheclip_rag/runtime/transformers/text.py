@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_panic
-from ..base import Runtime, TokenizedText, known_reasoning, markers_among
+from ..base import Runtime, TokenizedText
+from ..markers import known_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, TokenBytes, text_tokenizer

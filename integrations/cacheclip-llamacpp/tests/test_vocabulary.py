@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheclip_rag.models.load import load_any, load_tokenizer, unload_models
 from cacheclip_rag.prompt.messages import Message
+from cacheclip_rag.prompt.segments import Fresh
 from cacheclip_rag.runtime.base import Runtime
 from cacheclip_rag.testing.plugin import CHUNKS
 
@@ -56,7 +57,9 @@ class TestTexts:
         assert runtime.control_ids is not None and not set(runtime.control_ids) & set(runtime.tokenize(text).ids)
 
     def test_nor_in_a_prompt(self, runtime: Runtime, text: str) -> None:
-        tokens = runtime.tokenize_prompt([("<|im_start|>user\n", True), (text, False), ("<|im_end|>\n", True)])
+        tokens = runtime.tokenize_prompt(
+            [Fresh("<|im_start|>user\n", control=True), Fresh(text), Fresh("<|im_end|>\n", control=True)]
+        )
         assert runtime.control_ids is not None
         assert [number for number in tokens.ids if number in runtime.control_ids] == [1, 2]
 
