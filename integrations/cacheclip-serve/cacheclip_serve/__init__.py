@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         served_name as served_name,
     )
     from .transformers import TransformersBackend as TransformersBackend
+    from .translating import drop_optional_tools as drop_optional_tools
 
 
 __getattr__, __all__ = late_names(
@@ -65,5 +66,6 @@ __getattr__, __all__ = late_names(
         "schema": "ChatBody parse_field without_nothing",
         "server": "Server address_of check_reachable served_name",
         "transformers": "TransformersBackend",
+        "translating": "drop_optional_tools",
     },
 )

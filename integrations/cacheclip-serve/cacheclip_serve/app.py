@@ -34,11 +34,13 @@ from .replies import ChatReply, CompletionReply, Reply
 from .responses_api import ResponsesReply, responses_as_chat
 from .schema import Body, ChatBody, CompletionBody, parse
 from .sending import AnswerResponse, json_response, known, refusal
-from .translating import Translated
+from .translating import Translated, without_optional_tools
 
 logger = logging.getLogger(__name__)
 
 _MESSAGES = "/v1/messages"
+_TOOLS = "tools"
+"""Name under which tools are counted that were left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class App:
     """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
     origins: tuple[str, ...] = ()
     """Web pages that may ask through a browser, see :func:`~cacheclip_serve.access.check_origins`."""
+    aliases: tuple[str, ...] = ()
+    """Other names by which requests may ask for the model."""
+    drops_tools: bool = False
+    """Whether tools that need not be called are left out if the chat template has no place for them."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None
@@ -211,12 +217,13 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         self._identify(request)
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card(name) for name in (self.name, *self.aliases)]})
 
     async def _model(self, request: Request) -> Response:
         self._identify(request)
-        self._check_model(request.path_params["name"])
-        return json_response(self._card())
+        name = request.path_params["name"]
+        self._check_model(name)
+        return json_response(self._card(name))
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         asked = await self._asked(dialect, request)
@@ -240,6 +247,11 @@ class App:
         card = self._ready()
         read = partial(self._read, dialect=dialect, caller=caller, card=card)
         asked = await self._bodies.parsed(request, caller.tenants[0], read)
+        if _TOOLS in asked.ignored and not self._counters.ignored[_TOOLS]:
+            logger.warning(
+                "tools of a request are left out, because the model's chat template has none (drop_tools). "
+                "Later ones are counted."
+            )
         self._counters.ignored.update([*asked.body.ignored(card.variables), *asked.ignored])
         return asked
 
@@ -247,6 +259,8 @@ class App:
         """A body and its questions, checked: for each prompt as many as it has answers."""
         stated = read_json(came)
         written = dialect.as_body(stated)
+        if self.drops_tools and not card.uses_tools and dialect.body is ChatBody:
+            written = without_optional_tools(written)
         with written.naming_errors():
             check_counts(written.body, card.context_tokens)
             body = parse(dialect.body, written.body)
@@ -267,7 +281,7 @@ class App:
         return self.access.identify(request.headers.get("authorization"), request.headers.get(API_KEY))
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
+        if name is not None and name not in (self.name, *self.aliases):
             raise RequestError(
                 f"there is no model {name[:200]!r}. This server has {self.name!r}.",
                 status=404,
@@ -275,8 +289,8 @@ class App:
                 code="model_not_found",
             )
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "cacheclip"}
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "cacheclip"}
         if self.card is not None:
             own = {"uses_tools": self.card.uses_tools, "can_constrain": self.card.can_constrain}
             card |= {"max_model_len": self.card.context_tokens, "cacheclip": own}

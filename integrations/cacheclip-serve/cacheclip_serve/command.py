@@ -51,6 +51,9 @@ class ServeTable(Table):
     """Most seconds of a request, waiting included."""
     max_body_bytes: int = 2**23
     """Largest body of a request."""
+    drop_tools: bool = False
+    """True: tools that need not be called are left out of prompts if the chat template has no place for them; else such
+    requests are refused (400)."""
     hide_hits: bool = False
     """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
 
@@ -65,13 +68,14 @@ class ServeTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the server listens, and whom it lets in."""
+    """Where the server listens, whom it lets in, and how its model may be called."""
 
     host: str
     port: int
     api_key: str | None
     tenants: Path | None
     origins: tuple[str, ...]
+    aliases: tuple[str, ...]
 
 
 @engine_options("store", "primary", "auxiliary", "method", "dtype", "device")
@@ -111,12 +115,27 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin of a web page that may ask through a browser (CORS); can be given again."),
     ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(help="Another name by which requests may ask for the model; can be given again.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
+    """Serve OpenAI's and Anthropic's APIs, beside models, health and metrics. Stops at SIGTERM or Ctrl-C, when
     running answers are finished. With --json, prints the address when it is ready. With --backend vllm, flags that are
     not listed here are passed on to vLLM; write -- before them."""
     check_backend(backend)
+    settings = _with_tiers(settings, hot, memory)
+    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()), tuple(alias or ()))
+    if backend == "vllm":
+        _serve_vllm(settings, door, context.args, as_json)
+    elif context.args:
+        raise ConfigurationError(f"unknown option {context.args[0]!r}. See: cacheclip serve --help")
+    else:
+        _serve(settings, door, as_json)
+
+
+def _with_tiers(settings: CommandSettings, hot: str | None, memory: int | None) -> CommandSettings:
+    """The settings with what the command line says of tiers before the store."""
     if hot is not None:
         shared = str(settings.engine.get("store") or "")
         if not is_url(shared):
@@ -126,13 +145,7 @@ def serve(
         settings = replace(settings, engine={**settings.engine, "store": EngineConfig(store=store).store})
     if memory is not None:
         settings = replace(settings, engine={**settings.engine, "memory_bytes": memory})
-    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
-    if backend == "vllm":
-        _serve_vllm(settings, door, context.args, as_json)
-    elif context.args:
-        raise ConfigurationError(f"unknown option {context.args[0]!r}. See: cacheclip serve --help")
-    else:
-        _serve(settings, door, as_json)
+    return settings
 
 
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
@@ -149,6 +162,8 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         settings.store_config(),
         flags,
         served_name=table.served_name,
+        aliases=door.aliases,
+        drops_tools=table.drop_tools,
         host=door.host,
         port=door.port,
         api_key=door.api_key,
@@ -183,6 +198,8 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     server = Server(
         TransformersBackend(config, hide_hits=table.hide_hits),
         name=name,
+        aliases=door.aliases,
+        drops_tools=table.drop_tools,
         access=access,
         limits=Limits(table.max_running, table.max_queue, table.timeout_s, table.max_body_bytes),
         host=door.host,

@@ -38,6 +38,8 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 8000,
         origins: Sequence[str] = (),
+        aliases: Sequence[str] = (),
+        drops_tools: bool = False,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
@@ -47,6 +49,8 @@ class Server:
             name: served name of the model.
             port: 0 takes a free one.
             origins: web pages that may ask through a browser.
+            aliases: other names of the model.
+            drops_tools: leave tools out that need not be called, if the chat template has no place for them.
             temperature: of requests that state none; 1 is OpenAI's.
             max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
             on_ready: called with the address when the model is loaded.
@@ -56,34 +60,22 @@ class Server:
         """
         check_reachable(host, access)
         check_origins(origins, access)
-        limits = limits or Limits()
         self._failure: Exception | None = None
         self.app = App(
             backend,
             name,
             access,
-            limits,
+            limits or Limits(),
             any_host=not access.is_open,
             origins=tuple(origins),
+            aliases=tuple(aliases),
+            drops_tools=drops_tools,
             temperature=temperature,
             max_tokens=max_tokens,
             on_ready=lambda: on_ready(self.address),
             on_failure=self._fail,
         )
-        config = uvicorn.Config(
-            self.app.asgi,
-            host=host,
-            port=port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            ws="none",
-            timeout_graceful_shutdown=round(limits.request_s) + 1,
-            timeout_keep_alive=KEEP_S,
-            h11_max_incomplete_event_size=2**16,
-            http=timed(H11Protocol),
-        )
+        config = _config(self.app, host, port)
         self._host, self._port, self._config = host, port, config
         self._uvicorn = _Uvicorn(config, self._stopping)
         self.address = ""
@@ -132,6 +124,23 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._stopping()
         super().handle_exit(sig, frame)
+
+
+def _config(app: App, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app.asgi,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=round(app.limits.request_s) + 1,
+        timeout_keep_alive=KEEP_S,
+        h11_max_incomplete_event_size=2**16,
+        http=timed(H11Protocol),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.adapters import forced_tool
 
 from .errors import RequestError, unsupported
 
@@ -47,6 +50,24 @@ class Translated:
 
     def _place(self, number: int) -> str:
         return self.places[number] if number < len(self.places) else f"messages[{number}]"
+
+
+def without_optional_tools(written: Translated) -> Translated:
+    """Without tools that need not be called."""
+    kept = drop_optional_tools(written.body)
+    return written if kept is written.body else replace(written, body=kept, ignored=[*written.ignored, "tools"])
+
+
+def drop_optional_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat without its tools. It stays as it is if it has none, or one must be called; or if that cannot
+    be read: whoever reads it says why."""
+    try:
+        is_forced, _ = forced_tool(body.get("tool_choice"))
+    except ConfigurationError:
+        return body
+    if is_forced or not body.get("tools"):
+        return body
+    return {name: value for name, value in body.items() if name not in ("tools", "tool_choice", "parallel_tool_calls")}
 
 
 class ChatWriter:

@@ -117,6 +117,17 @@ def test_the_memory_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [config.memory_bytes for config in found] == [2**21, 5]
 
 
+def test_names_and_tools(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated: list[Any] = []
+    monkeypatch.setattr(Server, "__init__", lambda self, backend, **settings: stated.append(settings))
+    monkeypatch.setattr(Server, "run", lambda self: None)
+    (tmp_path / "settings.toml").write_text("[serve]\ndrop_tools = true")
+    own = ["serve", "--store", str(tmp_path / "store"), "--primary", tiny_models["llama"], "--auxiliary", "none"]
+    CliRunner().invoke(app, [*own, "--settings", str(tmp_path / "settings.toml"), "--alias", "a", "--alias", "b"])
+    CliRunner().invoke(app, own)
+    assert [(each["aliases"], each["drops_tools"]) for each in stated] == [(("a", "b"), True), ((), False)]
+
+
 def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[EngineConfig] = []
 

@@ -57,7 +57,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         environment[STORE_VARIABLE] = engine["kv_transfer_config"]["kv_connector_extra_config"].pop("store")
     arguments = [
         *python_command(*_VLLM, str(resolve(config.primary))),
-        *("--served-model-name", settings.name),
+        *("--served-model-name", settings.name, *settings.aliases),
         *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
         *("--worker-cls", engine["worker_cls"]),
@@ -77,6 +77,8 @@ def launch_server(
     flags: Sequence[str] = (),
     *,
     served_name: str | None = None,
+    aliases: Sequence[str] = (),
+    drops_tools: bool = False,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
@@ -114,6 +116,8 @@ def launch_server(
         body_bytes,
         calls_tools=is_on(flags, "enable-auto-tool-choice"),
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
+        aliases=tuple(aliases),
+        drops_tools=drops_tools,
         is_untried=not is_tried(),
     )
     check_reachable(host, settings.access)
@@ -122,8 +126,13 @@ def launch_server(
     settings = replace(settings, config=config)
     if origins or settings.access.is_open:  # vLLM allows every web page by default
         flags = ["--allowed-origins", json.dumps([*origins]), *flags]
-    planner = Planner(config)
-    settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
+    _start(settings, flags, host, port, as_json)
+
+
+def _start(settings: ServerSettings, flags: Sequence[str], host: str, port: int, as_json: bool) -> NoReturn:
+    """Become vLLM's server. From here on models may be fetched."""
+    planner = Planner(settings.config)
+    settings = replace(settings, served=_served(settings.config, flags))
     planner.serve(settings.served)
     if as_json:
         settings = _to_stdout(settings)

@@ -29,6 +29,7 @@ from cacheclip_serve import (
     as_json,
     check_counts,
     check_host,
+    drop_optional_tools,
     error_body,
     read_json,
     timed,
@@ -234,7 +235,7 @@ class CacheClip:
         """The list of models, of which ours says what clients ask of it, and not in which folder it is."""
         found = json.loads(body)
         for card in found.get("data", ()):
-            if card.get("id") == self._settings.name:
+            if card.get("id") in (self._settings.name, *self._settings.aliases):
                 card["root"] = self._settings.name
                 card["cacheclip"] = {"uses_tools": self.planning.uses_tools(), "can_constrain": True}
         return as_json(found)
@@ -247,7 +248,7 @@ class CacheClip:
         body = await self._bodies.parsed(request, caller.tenants[0], read_json)
         check_counts(body, self.planning.context_tokens())
         check_carried(body)
-        body = in_vllms_words(body, is_chat=path == _CHAT)
+        body = self._as_asked_of_vllm(in_vllms_words(body, is_chat=path == _CHAT), path)
         leaving = asyncio.ensure_future(receive())
         try:
             await self._answered(path, body, caller, leaving, scope, receive, send)
@@ -300,6 +301,16 @@ class CacheClip:
                 self.planning.check(way, tenant)
             if reply.is_done:
                 self._checks.offer(scope, body, result, reply.body)
+
+    def _as_asked_of_vllm(self, body: dict[str, Any], path: str) -> dict[str, Any]:
+        """The body with the model's own name, and without tools that the server cannot call and need not."""
+        if body.get("model") in self._settings.aliases:
+            body["model"] = self._settings.name
+        if path == _CHAT and self._settings.drops_tools and body.get("tools") and not self.planning.uses_tools():
+            kept = drop_optional_tools(body)
+            self._counters.ignored["tools"] += kept is not body
+            return kept
+        return body
 
     def _add_system_prompt(self, body: dict[str, Any]) -> None:
         """The settings' system prompt, for conversations without one."""

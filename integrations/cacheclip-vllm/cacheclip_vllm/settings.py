@@ -46,6 +46,10 @@ class ServerSettings:
     """How vLLM runs the primary."""
     json_to: int | None = None
     """File descriptor to which a JSON object is written when the server is ready; None: a line on stderr."""
+    aliases: tuple[str, ...] = ()
+    """Other names by which requests may ask for the model."""
+    drops_tools: bool = False
+    """Whether tools that need not be called are left out if the server cannot call any."""
     is_untried: bool = False
     """Whether this vLLM was never tried, so that a tiny answer is compared at start."""
 
@@ -69,6 +73,7 @@ class ServerSettings:
             values: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])
             values |= {"config": EngineConfig(**values["config"]), "seal": environment[SEAL_VARIABLE]}
             values["served"] = Served(**values["served"])
+            values["aliases"] = tuple(values["aliases"])
             values["tenants"] = None if values["tenants"] is None else Path(values["tenants"])
             return cls(**values)
         except (ConfigurationError, KeyError, ValueError, TypeError) as error:

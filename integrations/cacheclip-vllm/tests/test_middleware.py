@@ -1088,13 +1088,39 @@ class TestStarting:
         file = tmp_path / "tenants.json"
         file.write_text(json.dumps({NORTH: "north"}))
         how = HowServed("cuda", "fp8")
-        settings = ServerSettings(config, "tiny", "http://a", OWN, file, SEAL, 5, False, True, how, 7)
+        names = {"aliases": ("gpt-4o",), "drops_tools": True}
+        settings = ServerSettings(config, "tiny", "http://a", OWN, file, SEAL, 5, False, True, how, 7, **names)
         assert ServerSettings.of_environment(settings.to_environment()) == settings
         assert OWN not in repr(settings) and SEAL not in repr(settings)
         assert settings.access.identify(f"Bearer {NORTH}").tenants == ("north",)
         for broken in ({}, {**settings.to_environment(), "CACHECLIP_VLLM_SERVER": "{}"}):
             with pytest.raises(ConfigurationError, match="--backend vllm"):
                 ServerSettings.of_environment(broken)
+
+
+@pytest.fixture(scope="module")
+def lenient(config: EngineConfig) -> Iterator[Served]:
+    settings = ServerSettings(config, "tiny", seal=SEAL, aliases=("gpt-4o",), drops_tools=True, calls_tools=False)
+    with running(settings) as found:
+        yield found
+
+
+class TestNamesAndTools:
+    def test_another_name_is_planned(self, lenient: Served) -> None:
+        lenient.ask(model="gpt-4o")
+        body = lenient.inner.bodies[-1]
+        assert body["model"] == "tiny" and plan_of(body)
+        lenient.ask(model="gpt-5")
+        assert lenient.inner.bodies[-1]["model"] == "gpt-5" and "kv_transfer_params" not in lenient.inner.bodies[-1]
+
+    def test_tools_that_need_not_be_called_are_left_out(self, lenient: Served, served: Served) -> None:
+        lenient.ask(tools=[TOOL], tool_choice="auto")
+        assert not {"tools", "tool_choice"} & lenient.inner.bodies[-1].keys()
+        assert metric(lenient, 'ignored_fields_total{field="tools"}') == 1
+        lenient.ask(tools=[TOOL], tool_choice="required")
+        assert lenient.inner.bodies[-1]["tools"] == [TOOL], "vLLM says why it cannot"
+        served.ask(tools=[TOOL])
+        assert served.inner.bodies[-1]["tools"] == [TOOL], "the setting is off"
 
 
 class TestAdapters:
