@@ -26,7 +26,6 @@ from cacheclip_vllm.captures import (
 )
 from cacheclip_vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
 from cacheclip_vllm.parameters import Settings
-from cacheclip_vllm.served import Served
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
@@ -96,10 +95,6 @@ class TestSchedule:
         assert schedule.step(scheduled([], {"r": 9, "other": 1}, **more)) == [self.rows((7, 8, 9), 11, 20)]
         after = {"req_ids": ["r"], "num_computed_tokens": [20], "new_block_ids": [None]}
         assert schedule.step(scheduled([], {"r": 1}, **after)) == [], "what it decodes is not wanted"
-
-    def test_what_comes_before_is_left_out(self, schedule: CaptureSchedule) -> None:
-        assert schedule.step(scheduled([new("r", [7], 0)], {"r": 8})) == [self.rows((7,), 5, 8)]
-        assert schedule.step(scheduled([new("r", [7], 0)], {"r": 5})) == []
 
     def test_other_blocks_after_a_preemption(self, schedule: CaptureSchedule) -> None:
         schedule.step(scheduled([new("r", [7, 8], 5)], {"r": 6}))
@@ -237,17 +232,6 @@ class TestFingerprint:
         assert found.fingerprint == load_planning(folder).fingerprint
         with pytest.raises(UnsupportedModelError, match="quantised weights"):
             load_model(folder)
-
-    def test_what_an_engine_runs(self, tiny_models: dict[str, str]) -> None:
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(model=tiny_models["llama"], quantization="fp8"),
-            cache_config=SimpleNamespace(cache_dtype="fp8_e4m3"),
-            device_config=SimpleNamespace(device_type="cuda"),
-        )
-        served = Served.of(config)
-        assert (served.device, served.quantization, served.kv_cache_dtype) == ("cuda", "fp8", "fp8_e4m3")
-        assert served.label == f"vllm {served.version} on cuda, fp8, KV as fp8_e4m3"
-        assert Served(version="1").label == "vllm 1 on cpu"
 
 
 class Elsewhere:

@@ -18,7 +18,7 @@ from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
 from cacheclip_vllm.settings import ServerSettings
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 
 KEY = "server-key-1"
@@ -182,9 +182,9 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
         (["--method", "ape"], "changes positions"),
         (["--device", "cuda:1"], "device must be cpu or cuda"),
-        (["--host", "0.0.0.0"], "--api-key"),
+        (["--primary", "nobody/nothing", "--host", "0.0.0.0"], "--api-key"),  # no model is fetched before
         (["--api-key", "short"], "API key"),
-        (["--tenants", "none.toml"], "cannot read"),
+        (["--primary", "nobody/nothing", "--tenants", "none.toml"], "cannot read"),
         (["--", "--kv-transfer-config", "{}"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv-tr={}"], "--kv-tr cannot be passed on"),
@@ -237,30 +237,12 @@ def test_settings_that_have_no_effect(
     assert not started
 
 
-def test_what_is_refused_without_a_model(started: dict[str, Any], models: list[str]) -> None:
-    """A model would have to be fetched first."""
-    for given, words in ((["--host", "0.0.0.0"], "--api-key"), (["--tenants", "none.toml"], "cannot read")):
-        done = run(*models, "--primary", "nobody/nothing", *given)
-        assert isinstance(done.exception, ConfigurationError) and words in str(done.exception), done.exception
-    assert not started
-
-
-def test_a_model_that_is_its_own_auxiliary(started: dict[str, Any], models: list[str]) -> None:
-    done = run(*models, "--auxiliary", models[models.index("--primary") + 1])
-    assert isinstance(done.exception, Replaced), done.output or done.exception
-
-
 def test_a_key_that_vllm_would_check_itself(started: dict[str, Any], models: list[str]) -> None:
     """Tenants' keys would get status 401."""
     done = run(*models, VLLM_API_KEY=KEY)
     assert isinstance(done.exception, ConfigurationError) and "CACHECLIP_API_KEY" in str(done.exception)
     assert not started and KEY not in str(done.exception)
     assert isinstance(run(*models, VLLM_API_KEY="").exception, Replaced), "vLLM takes an empty one for none"
-
-
-def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str], tmp_path: Path) -> None:
-    done = run(*models, *settings_file(tmp_path, "require_certificate = true"))
-    assert isinstance(done.exception, CertificateError) and not started
 
 
 def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,13 +273,6 @@ def test_with_a_vllm_that_was_never_tried(
         assert "expected vLLM 0.32, got 0.320.0" in str(done.exception) and lacks[0] in str(done.exception)
     else:
         assert isinstance(done.exception, Replaced) and "vLLM 0.320.0 was never tried" in caplog.text
-
-
-def test_a_model_with_no_more_said_of_it(started: dict[str, Any], models: list[str]) -> None:
-    """Without a method and an auxiliary model with a head set, the default method is one that vLLM can run."""
-    assert "--method" in models[-2:]
-    done = run(*models[:-2])
-    assert isinstance(done.exception, Replaced), done.exception
 
 
 def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 from cacheclip_shared.care import create
 from cacheclip_vllm import loading
 from cacheclip_vllm.captures import write_context
-from cacheclip_vllm.loading import Loader, local_heads, slots_of
+from cacheclip_vllm.loading import Loader, local_heads
 from cacheclip_vllm.parameters import Settings
 from cacheclip_vllm.passes import passes
 from cacheclip_vllm.planner import Planner
@@ -86,15 +86,6 @@ class TestLoads:
         worker.check()
         assert bool(worker.rows.runs) == bool(worker.plan.computed)
 
-    @pytest.mark.parametrize("method", ["epic", "corrected"])
-    @pytest.mark.parametrize("room", [{"max_rows": 60}, {"max_rows": 55, "max_runs": 9}], ids=str)
-    def test_in_several_passes(self, made: dict[str, Any], method: str, room: dict[str, int]) -> None:
-        worker = Worker(made, method, **room)
-        count = len(passes(worker.plan, 0, **worker.room))
-        worker.load()
-        worker.check()
-        assert len(worker.rows.runs) == count > 1
-
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("start", [32, 80, 160])
     def test_behind_what_vllm_has(self, made: dict[str, Any], method: str, start: int) -> None:
@@ -125,14 +116,9 @@ class TestLoads:
             worker.check(start)
         worker.loader.close()
 
-    @pytest.mark.parametrize("kind", ["a folder", "a shared store"])
-    def test_entries_of_two_codecs(
-        self, kind: str, tiny_models: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
-    ) -> None:
+    def test_entries_of_two_codecs(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
         """Those in between stay as they were stored before, more precisely; a shared store holds both."""
-        place = str(tmp_path) if kind == "a folder" else request.getfixturevalue("bucket")
-        if kind == "a shared store":
-            create(place)
+        create(place := f"file://{tmp_path}/shared")
         options = {"primary": tiny_models["llama"], "auxiliary": None, "store": place, "method": "epic"}
         exact = CacheClipEngine(**options, codec="float32")
         exact.precompute(CHUNKS[1:2])
@@ -165,14 +151,6 @@ class TestLoads:
         with pytest.raises(RuntimeError, match="another tensor-parallel worker"):
             worker.load()
         assert not worker.rows.runs and not any(layer.written for layer in worker.layers.values())
-
-    @pytest.mark.parametrize("method", ["epic", "corrected"])
-    def test_a_backend_that_bypasses_the_writer(self, made: dict[str, Any], method: str) -> None:
-        worker = Worker(made, method)
-        worker.rows.bypassed = 1
-        with pytest.raises(RuntimeError, match=r"layers \[1\] by other means than do_kv_cache_update"):
-            worker.load()
-        assert not any("do_kv_cache_update" in vars(layer.impl) for layer in worker.layers.values())
 
     def test_several_loads_share_steps(self, made: dict[str, Any]) -> None:
         """In the order in which they came, no more of them than a step has room for, and one pass in any case."""
@@ -311,10 +289,6 @@ class TestLoads:
 def test_heads_of_workers(num_heads: int, size: int, heads: list[range]) -> None:
     found = [local_heads(num_heads, rank, size) for rank in range(size)]
     assert [range(each.start, each.stop) for each in found] == heads
-
-
-def test_slots() -> None:
-    assert slots_of([7, 2, 5], 4, torch.tensor([0, 3, 4, 9, 11])).tolist() == [28, 31, 8, 21, 23]
 
 
 class TestWorker:

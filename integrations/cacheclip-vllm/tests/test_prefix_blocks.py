@@ -107,14 +107,6 @@ class Engine:
 
 
 class TestChoose:
-    def test_over_an_empty_cache(self) -> None:
-        """Blocks before the chunks are everybody's, and the others nobody's."""
-        engine, request = Engine(), Request(prompt(1))
-        own = [*request.block_hashes]
-        assert engine.blocks.choose(request, plan_of(prompt(1)), **ROOM)
-        same = [a == b for a, b in zip(own, request.block_hashes, strict=True)]
-        assert same == [number < PREFIX // BLOCK for number in range(len(own))]
-
     @pytest.mark.parametrize("held", range(0, PREFIX + 2 * CHUNK + 40, BLOCK))
     def test_the_fewest_rows(self, held: int) -> None:
         """By brute force, over exact KV of every length."""
@@ -133,12 +125,6 @@ class TestChoose:
             assert request.block_hashes == own and request.cache_salt is None
         else:
             assert engine.blocks.known(request) in {min(held, PREFIX), held}
-
-    def test_another_process_has_other_hashes(self) -> None:
-        first, second = Request(prompt(1)), Request(prompt(1))
-        assert Engine().blocks.choose(first, plan_of(prompt(1)), **ROOM)
-        assert Engine().blocks.choose(second, plan_of(prompt(1)), **ROOM)
-        assert not set(first.block_hashes[PREFIX // BLOCK :]) & set(second.block_hashes)
 
 
 class TestContinued:
@@ -166,18 +152,6 @@ class TestContinued:
             tokens = [*tokens, *(20_000 + n for n in range(20))]
             before = len(tokens)
             tokens += [30_000 + 100 * turn + n for n in range(30)]
-
-    def test_other_tokens_of_the_chunks_share_nothing(self) -> None:
-        engine = Engine()
-        engine.fused(prompt(1), every=4)
-        for every in (2, 5):
-            assert engine.fused(prompt(2), every=every).num_tokens == 0  # type: ignore[union-attr]
-
-    def test_plain_requests_find_none_of_it(self) -> None:
-        engine = Engine()
-        for question in range(4):
-            engine.fused(prompt(question), 20)
-        assert engine.cache.has(Request(prompt(1))) == PREFIX
 
     def test_stale_tokens_are_those_that_are_left(self) -> None:
         """Where all tokens of the chunks are computed, none is."""
@@ -222,13 +196,6 @@ class TestWaiting:
         engine.plain(prompt(1))
         assert engine.blocks.is_better_plain(request, PREFIX, **ROOM)
         assert request.block_hashes == own and engine.blocks.finish(request) == Continued()
-
-    def test_not_once_it_has_blocks(self) -> None:
-        engine, request = Engine(), Request(prompt(1))
-        assert engine.blocks.choose(request, plan_of(prompt(1)), **ROOM)
-        engine.begin(request)
-        engine.plain(prompt(1))
-        assert not engine.blocks.is_better_plain(request, PREFIX, **ROOM)
 
     def test_exact_kv_that_is_gone(self) -> None:
         """Blocks whose KV the plan makes get hashes of the request's own."""

@@ -11,8 +11,7 @@ import pytest
 from cacheclip_vllm.options import absolute_paths
 
 
-@pytest.mark.parametrize("relative", ["", ".", "../documents"])
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, mark = tmp_path / "documents", tmp_path / "mark"
     folder.mkdir()
     for name in ("vllm", "json", "subprocess", "sitecustomize", "usercustomize"):
@@ -28,7 +27,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: 
         "import os\n"
         "from cacheclip_rag.plugins import python_command\n"
         "from cacheclip_vllm.launch import _VLLM, Command, _become\n"
-        f"os.environ['PYTHONPATH'] = {f'{relative}:{tmp_path}/packages:'!r}\n"
+        f"os.environ['PYTHONPATH'] = {f':.:../documents:{tmp_path}/packages:'!r}\n"
         "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
     )
     environment = {**os.environ, "PYTHONPATH": ""}

@@ -18,7 +18,6 @@ from certificate_files import save, verdicts_for
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
-from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
 from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
@@ -167,10 +166,6 @@ class TestPlanner:
         with pytest.raises(ConfigurationError, match="store"):
             Planner(**{**made["options"], "store": None})
 
-    def test_a_certificate_that_is_required_and_missing(self, made: dict[str, Any]) -> None:
-        with pytest.raises(CertificateError):
-            Planner(**made["options"], require_certificate=True).plan(rag_prompt(CHUNKS))
-
     def test_a_certificate_of_another_backend_does_not_count(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -188,11 +183,6 @@ class TestPlanner:
         save(verdicts_for(theirs))
         assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]
 
-    def test_methods_that_an_engine_fuses_have_the_engines_certificate(self, made: dict[str, Any]) -> None:
-        planner = Planner(**made["options"])
-        for method in (preset("cacheblend"), replace(preset("epic"), min_confidence=0.1)):
-            assert planner.parts.certificates.identity(method) == made["engine"].parts.certificates.identity(method)
-
     def test_what_vllm_runs(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])
         planner.serve(Served("cuda", "fp8"))
@@ -202,14 +192,6 @@ class TestPlanner:
         planner.serve(Served("cuda", "fp8"))
         with pytest.raises(ConfigurationError, match="has planned for"):
             planner.serve(Served())
-
-    def test_uses_are_recorded_for_eviction(self, made: dict[str, Any]) -> None:
-        planner = Planner(**made["options"])
-        for chunks in ([CHUNKS[2]], [CHUNKS[0], CHUNKS[1]]):
-            fusion = planner.plan(rag_prompt(chunks)).fusion
-            planner.parts.store.flush()
-            used = planner.parts.store.catalog.keys("default")[-len(fusion.pieces) :]
-            assert used == [piece.key for piece in fusion.pieces]
 
     def test_a_primary_that_is_its_own_auxiliary(self, made: dict[str, Any], tmp_path: Path) -> None:
         """The auxiliary has weights, the primary still has none, and the plan is that of an engine with both."""
@@ -222,12 +204,6 @@ class TestPlanner:
         in_chunks = {row for start, stop in trace.chunks for row in range(start, stop)}
         computed = {row for run in fusion.computed for row in range(*run)}
         assert in_chunks & computed == {*trace.recomputed} and len(trace.recomputed) < len(in_chunks) / 2
-
-    def test_loads_no_weights(self, made: dict[str, Any]) -> None:
-        planner = Planner(**made["options"])
-        assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]
-        assert all(parameter.is_meta for parameter in planner.primary.model.parameters())
-        planner.close()
 
 
 class TestPasses:
@@ -243,10 +219,6 @@ class TestPasses:
 
     def found(self, start: int = 0, **room: int) -> list[tuple[Any, ...]]:
         return [(e.start, e.stop, e.runs, e.chunks) for e in passes(self.plan, start, **{**ROOM, **room})]
-
-    def test_all_at_once(self) -> None:
-        runs, chunks = self.plan.computed, self.plan.chunks
-        assert self.found() == [(0, 30, runs, chunks)]
 
     def test_never_within_a_corrected_chunk(self) -> None:
         first = (0, 20, ((8, 12), (15, 16)), ((10, 20),))
@@ -271,7 +243,3 @@ class TestPasses:
         plan = FusionPlan(tuple(range(9)), (StoredPiece(0, "a" * 64, 0, 8),), ((6, 8),), ((0, 8),), 0.5)
         (only,) = passes(plan, 6, **ROOM)
         assert (only.start, only.stop, only.runs, only.chunks, only.begin) == (6, 8, ((6, 8),), (), 6)
-
-    def test_nothing_to_compute(self) -> None:
-        plan = FusionPlan(tuple(range(9)), (StoredPiece(0, "a" * 64, 0, 8),), ())
-        assert [(each.start, each.stop, each.runs) for each in passes(plan, 3, **ROOM)] == [(3, 8, ())]

