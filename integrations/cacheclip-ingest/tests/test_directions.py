@@ -124,8 +124,8 @@ class TestDirections:
         [
             HEBREW + "a ( " * 200_000,
             (HEBREW + "a(") * 40_000,
-            f"{HEBREW} 1 " * 40_000,
-            "1 " * 200_000 + HEBREW,
+            f"{HEBREW} 1 " * 10_000,
+            "1 " * 50_000 + HEBREW,
             HEBREW * 9 + "." * 900_000 + "a",
         ],
     )

@@ -20,12 +20,6 @@ def test_folders_give_text_and_markdown_once_in_order(tmp_path: Path) -> None:
     assert found == ["a.txt", "b.md", "sub/c.markdown"]
 
 
-def test_a_named_file_is_taken_whatever_its_suffix(tmp_path: Path) -> None:
-    log = tmp_path / "notes.log"
-    log.write_text("hello")
-    assert list(find_files([log])) == [log]
-
-
 def test_pdf_files_give_the_text_of_their_pages(tmp_path: Path) -> None:
     file = tmp_path / "a.PDF"
     file.write_bytes(pdf("The lighthouse was built in 1847.", "", "Its lamp burned whale oil."))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cacheclip_ingest import DocumentText, Reader, ingest, plan_ingestion, read_document, remove_documents
-from cacheclip_ingest.frameworks import text_of, texts_by_name
+from cacheclip_ingest.frameworks import texts_by_name
 from cacheclip_ingest.job import IngestReport
 from ingest_cases import LetterEmbedder, Workshop
 from langchain_core.documents import Document as LangChainDocument
@@ -56,26 +56,12 @@ def test_whatever_a_reader_returns(shop: Workshop, reader: Reader) -> None:
     assert run(shop, **options).unchanged == 1
 
 
-def test_pages_are_one_document(shop: Workshop) -> None:
-    """A loader gives a document a page."""
-    run(shop, reader=lambda path: [LangChainDocument(page_content=said) for said in SAID], types={".odd"})
-    assert "\n\n".join(texts(shop)) == "\n\n".join(SAID) and len(shop.library.documents()) == 1
-
-
 def test_without_types_a_folder_has_those_of_ours_and_a_named_file_any(shop: Workshop) -> None:
     shop.write("a.txt", "The boiler is in hall 4.")
     report = run(shop, reader=lambda path: f"Read by me: {path.name}")
     assert texts(shop) == ["Read by me: a.txt"] and "is a file of type .odd" in report.skipped[0]["error"]
     run(shop, shop.corpus / "log.odd", reader=lambda path: f"Read by me: {path.name}")
     assert "Read by me: log.odd" in texts(shop)
-
-
-def test_a_reader_may_leave_files_to_ours(shop: Workshop) -> None:
-    shop.write("page.html", "<h1>Boilers</h1><p>The boiler is in hall 4.</p><p hidden>Secret.</p>")
-    own: Reader = lambda path: SAID[0] if path.suffix == ".odd" else read_document(path)  # noqa: E731
-    report = run(shop, reader=own, types={".odd", ".html"})
-    assert sorted(texts(shop)) == ["# Boilers\n\nThe boiler is in hall 4.", SAID[0]]
-    assert "1 hidden part(s) were left out" in report.notes[0]["note"]
 
 
 def test_markdown_of_a_reader_is_read_as_markdown(shop: Workshop) -> None:
@@ -165,6 +151,3 @@ class TestDocumentsOfFrameworks:
     def test_one_that_nobody_knows_again_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="set its metadata 'source' or its id"):
             texts_by_name([LangChainDocument(page_content="A text.")])
-
-    def test_the_text_is_without_metadata(self) -> None:
-        assert text_of(LlamaIndexDocument(text="A text.", metadata={"author": "Ana"})) == "A text."

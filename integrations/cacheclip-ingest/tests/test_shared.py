@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +39,7 @@ from cacheclip_ingest.job import ingest  # noqa: E402
 from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
 from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
-from cacheclip_shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
+from cacheclip_shared.care import create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_shared.place import SharedPlace, tenant_folder  # noqa: E402
 from cacheclip_shared.table import TextTable  # noqa: E402
@@ -363,16 +360,6 @@ class TestJob:
         with pytest.raises(ConfigurationError, match="chunk_tokens 64, not 32"):
             ingest_shared([str(documents)], config, LibrarySettings(**{**settings_of(settings), "chunk_tokens": 32}))
 
-    def test_care_of_what_was_ingested(self, config: EngineConfig, settings: LibrarySettings, documents: Path) -> None:
-        for number in range(3):
-            (documents / f"more {number}.txt").write_text(f"{number} is another number. {CHUNKS[number]}")
-            ingest_shared([str(documents)], config, settings)
-        url = str(config.store)
-        before = stats(url)
-        assert before["documents"] == 7 and compact(url)["files"] == 1
-        assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
-        assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
-
     def test_kv_of_hot_texts_is_stored_at_the_second_use(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
     ) -> None:
@@ -471,92 +458,6 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     ):
         refused = runner.invoke(app, command)
         assert isinstance(refused.exception, ConfigurationError) and words in str(refused.exception)
-
-
-_POLL_S = 0.3
-_SERVER = f"""
-from cacheclip_rag.cli import main
-from cacheclip_shared import store
-store.POLL_S = {_POLL_S}
-main()
-"""
-
-
-class Serving:
-    """``cacheclip serve`` on another machine: a process with a home of its own."""
-
-    def __init__(self, address: str, home: Path) -> None:
-        self.home, self.client = home, httpx.Client(base_url=address, timeout=60)
-
-    def hits(self, texts: Sequence[str], **fields: Any) -> int:
-        body = {"messages": [{"role": "user", "content": rag_prompt(texts)}], "max_tokens": 2, **fields}
-        return int(self.client.post("/v1/chat/completions", json=body).raise_for_status().json()["cacheclip"]["hits"])
-
-    def all_until(self, texts: Sequence[str], wanted: int, **fields: Any) -> set[int]:
-        """Ask until so many texts are found; all numbers that were found. A few polls are enough."""
-        found, until = {self.hits(texts, **fields)}, time.monotonic() + 20 * _POLL_S
-        while wanted not in found and time.monotonic() < until:
-            found.add(self.hits(texts, **fields))
-        assert wanted in found, found
-        return found
-
-
-@pytest.fixture
-def serving(config: EngineConfig, tmp_path: Path) -> Iterator[Serving]:
-    home = tmp_path / "home of the server"
-    options = ["--primary", config.primary, "--auxiliary", "none", "--dtype", "float32", "--port", "0", "--json"]
-    command = [sys.executable, "-c", _SERVER, "serve", "--store", str(config.store), "--method", "anchored", *options]
-    environment = {**os.environ, "CACHECLIP_HOME": str(home)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        serving = Serving(json.loads(process.stdout.readline())["address"], home)
-        with serving.client:
-            yield serving
-        process.terminate()
-        assert process.wait(60) == 0
-
-
-def test_one_machine_ingests_while_another_serves(
-    config: EngineConfig, settings: LibrarySettings, tmp_path: Path, serving: Serving
-) -> None:
-    """New texts are found at the next poll. A document is one version or the other for who reads the table, and a
-    server always finds one. What is erased is gone everywhere."""
-    file, url = tmp_path / "document.txt", str(config.store)
-    passages: list[list[str]] = []
-    assert serving.hits(CHUNKS) == 0
-    for version in (CHUNKS[:2], CHUNKS[2:3]):
-        file.write_text(" ".join(version))
-        ingest_shared([str(file)], config, settings)
-        passages += texts_of(config).values()
-        serving.all_until(passages[-1], len(passages[-1]))
-    old, new = passages
-    assert serving.hits(old) == 0 and len(old) != len(new)
-    versions, seen, stop = {(*old,), (*new,)}, set(), threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.add((*texts_of(config)[str(file)],))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    file.write_text(" ".join(CHUNKS[:2]))
-    ingest_shared([str(file)], config, settings)
-    found = serving.all_until([*old, *new], len(old))
-    stop.set()
-    reader.join()
-    assert seen <= versions and (*old,) in seen
-    # one version whole at every moment; a question meanwhile may find a part of the other one
-    assert len(new) == min(len(old), len(new)) <= min(found) and max(found) <= len(old) + len(new)
-    engine = CacheClipEngine(config)
-    assert engine.release(sources=[str(file)]) == len(old)
-    engine.close()
-    serving.all_until(old, 0)
-    gc(url, grace_s=0)
-    assert stats(url)["texts"] == 0 and stats(url)["payloads"] == 2, "what comes before every chunk stays"
-    assert serving.hits(old, cacheclip={"documents": old}) == 0
-    (replica,) = serving.home.rglob("replica.sqlite3")
-    for table_of_texts in ("texts", "contents", "sources", "rows"):
-        assert sqlite3.connect(replica).execute(f"SELECT * FROM {table_of_texts}").fetchall() == []
 
 
 class DyingEncode(Encode):

@@ -86,12 +86,6 @@ def test_other_texts_are_cut_as_before(tokenizer: Any, text: str) -> None:
     assert Splitter(tokenizer, 100).split(text, markdown=True) == [each.strip() for each in stock]
 
 
-def test_of_plain_text(tokenizer: Any) -> None:
-    """As people paste them."""
-    text = f"Berths of the year\n\n{HEADER}{rows(120)}\nThat is all.\n"
-    check(Splitter(tokenizer, 128).split(text), HEADER, rows(120), tokenizer, 128)
-
-
 @pytest.mark.parametrize("separator", [",", "\t", ";"])
 @pytest.mark.parametrize("first", ["", "sep={}\n", "SEP={}\r\n"])
 def test_of_values_in_lines(tokenizer: Any, separator: str, first: str) -> None:
@@ -111,9 +105,3 @@ def test_rows_longer_than_a_passage_are_cut_with_the_header(tokenizer: Any) -> N
     passages = Splitter(tokenizer, 100).split("number,text\n" + table, table=True)
     assert all(each.startswith("number,text\n") for each in passages) and len(passages) > 5
     assert all(len(tokenizer(each, add_special_tokens=False)["input_ids"]) <= 100 for each in passages)
-
-
-def test_a_header_that_fills_a_passage_is_not_repeated(tokenizer: Any) -> None:
-    header = ",".join(f"column {n}" for n in range(60)) + "\n"
-    passages = Splitter(tokenizer, 100).split(header + "1,2,3\n" * 90, table=True)
-    assert sum("column 3," in each for each in passages) == 1

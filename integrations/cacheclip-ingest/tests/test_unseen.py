@@ -25,8 +25,6 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-from cacheclip_rag import DocumentError
-
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "
 
 
@@ -174,23 +172,6 @@ class TestDrawn:
 
         assert is_seen(read(tmp_path, change)) == seen
 
-    def test_letters_of_own_size(self, tmp_path: Path) -> None:
-        """Letters of a Type 3 font say how large their units are."""
-
-        def change(writer: PdfWriter) -> None:
-            drawn = entries(O=writer._add_object(stream(b"10 0 0 0 10 10 d1 0 0 9 9 re f")))
-            names = ArrayObject([NumberObject(79), NameObject("/O")])
-            font = entries(Type=NameObject("/Font"), Subtype=NameObject("/Type3"), FontMatrix=numbers(1, 0, 0, 1, 0, 0))
-            font.update(entries(CharProcs=drawn, FirstChar=NumberObject(79), LastChar=NumberObject(79)))
-            font.update(
-                entries(Widths=numbers(10), Encoding=entries(Differences=names), FontBBox=numbers(0, 0, 10, 10))
-            )
-            fonts = writer.pages[0]["/Resources"]["/Font"]  # type: ignore[index]
-            fonts[NameObject("/T3")] = writer._add_object(font)
-            draw(writer, b"BT /T3 0.4 Tf 72 600 Td (O) Tj ET")
-
-        assert read(tmp_path, change) == "Lease.\nO"
-
     def test_a_page_of_many_places_costs_no_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         compared, overlap = [], view.overlap
         monkeypatch.setattr(view, "overlap", lambda *boxes: compared.append(boxes) or overlap(*boxes))
@@ -198,11 +179,6 @@ class TestDrawn:
         commands = b"0 g" + b" 0 0 9 9 re f" * 300 + b" 1 g " + OTHER * 300
         text = read(tmp_path, lambda writer: draw(writer, commands))
         assert "Other" not in text and len(compared) <= 300 * (10 + 1) + 1
-
-    def test_a_page_of_hidden_text_is_refused_with_the_reason(self, tmp_path: Path) -> None:
-        (tmp_path / "a.pdf").write_bytes(pdf("Lease.").replace(b"12 Tf 72", b"9 Tf 972"))
-        with pytest.raises(DocumentError, match=r"no text on its 1 pages.*left out \(outside the page\)"):
-            read_document(tmp_path / "a.pdf")
 
 
 def layers(writer: PdfWriter, base: str = "ON") -> DictionaryObject:
@@ -244,10 +220,6 @@ class TestLayers:
             draw(writer, b"/Fm0 Do " + OTHER, XObject=entries(Fm0=writer._add_object(made)))
 
         assert is_seen(read(tmp_path, change))
-
-    def test_what_stands_behind_is_seen(self, tmp_path: Path) -> None:
-        commands = b"/OC /Off BDC /OC /On BDC EMC EMC EMC " + OTHER
-        assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer))))
 
     @pytest.mark.parametrize(
         ("name", "base", "seen"), [("Own", "ON", True), ("Own", "OFF", False), ("On", "OFF", True)]
@@ -336,25 +308,6 @@ class TestFieldsAndComments:
 
         text = read(tmp_path, add)
         assert text == ("Lease.\n\ncode: hunter2" if seen else "Lease.") and len(text.notes) == (not seen)
-
-    @pytest.mark.parametrize(
-        ("commands", "seen"),
-        [(at(b""), True), (at(b"1 g"), True), (at(b"3 Tr"), False), (b"BT /F1 0.1 Tf (Other.) Tj ET", False)],
-    )
-    def test_what_is_drawn_for_a_stamp(self, tmp_path: Path, commands: bytes, seen: bool) -> None:
-        """Its ground is the page, whatever its colour is."""
-
-        def add(writer: PdfWriter) -> None:
-            drawn = writer._add_object(form(writer, commands))
-            annotate(writer, Subtype="/Stamp", Rect=numbers(72, 500, 172, 520), AP=entries(N=drawn))
-
-        assert is_seen(read(tmp_path, add)) == seen
-
-    def test_a_comment_that_is_a_line(self, tmp_path: Path) -> None:
-        place = numbers(72, 500, 172, 500)
-        assert is_seen(
-            read(tmp_path, lambda writer: void(annotate(writer, Subtype="/Line", Contents="Other.", Rect=place)))
-        )
 
     def test_pictures_that_are_hidden_are_not_noted(self, tmp_path: Path) -> None:
         def add(writer: PdfWriter) -> None:
