@@ -32,9 +32,19 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+_LONGEST_LINE = 300
+"""Characters."""
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of what an error of a library says, for a message of ours."""
-    return next(iter(str(error).splitlines()), "no details")[:200]
+    """The first line of what an error of a library says, for a message of ours: without its full stop, and of a long
+    one its first whole sentences, or words."""
+    line = next(iter(str(error).splitlines()), "no details")
+    if len(line) > _LONGEST_LINE:
+        cut = line[:_LONGEST_LINE]
+        sentences, stop, _ = cut.rpartition(". ")
+        line = sentences if stop else (cut.rpartition(" ")[0] or cut) + " …"
+    return line.rstrip(". ")
 
 
 class CacheClipError(Exception):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..base.errors import ConfigurationError
+from ..base.errors import ConfigurationError, first_line
 from ..runtime.base import Message
 from .tools import calls_as_text
 
@@ -45,7 +45,7 @@ def check_template_kwargs(given: Any) -> dict[str, Any]:
     try:
         written = json.dumps(given if isinstance(given, dict) else dict(given), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"chat_template_kwargs must be JSON: {str(error)[:200]}.") from error
+        raise ConfigurationError(f"chat_template_kwargs must be JSON: {first_line(error)}.") from error
     if len(written) > _MOST_CHARACTERS:
         raise ConfigurationError(
             f"chat_template_kwargs have {len(written)} characters as JSON, and at most {_MOST_CHARACTERS} are taken."

@@ -84,11 +84,15 @@ class TestNames:
         with pytest.raises(UnknownModelError, match=r"holds no config\.json.*GGUF"):
             resolve(str(tmp_path))
 
-    def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        monkeypatch.setenv("HF_HOME", str(tmp_path))
-        with pytest.raises(DownloadError, match=r"expected .*owner/model.*, got .*network"):
+    def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the hub's own client says is quoted in whole sentences."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(
+            DownloadError, match="^expected .*owner/model.*, got LocalEntryNotFoundError: .*"
+        ) as refused:
             resolve("owner/model")
+        quoted, then, _ = str(refused.value).partition(". Check the name and the network, or give a local folder.")
+        assert then and quoted.count("'") % 2 == 0 and not quoted.endswith("."), "with one full stop"
 
     def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)

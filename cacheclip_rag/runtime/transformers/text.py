@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_panic
+from ...base.errors import CacheClipError, ConfigurationError, ModelError, first_line, is_panic
 from ..base import Runtime, TokenizedText
 from ..markers import known_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
@@ -191,7 +191,7 @@ class TextModel(ChatText):
                 raise
             raise ModelError(
                 f"the tokenizer of model {self.name!r} fails on a text of {len(text)} characters "
-                f"({type(error).__name__}: {str(error)[:200]}). Fetch tokenizer.json and tokenizer_config.json again."
+                f"({type(error).__name__}: {first_line(error)}). Fetch tokenizer.json and tokenizer_config.json again."
             ) from error
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"])))
 
