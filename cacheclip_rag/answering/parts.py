@@ -263,7 +263,12 @@ class Parts:
         if role == "primary" and self._load_primary is not None:
             runtime = self._load_primary(name, dtype=config.dtype)
         else:
-            runtime = load_any(name, dtype=config.dtype, device=device)
+            try:
+                runtime = load_any(name, dtype=config.dtype, device=device)
+            except ModelError as error:
+                if role == "auxiliary":
+                    error.args = (f"{error} Some methods need no auxiliary model: auxiliary=None, --auxiliary none.",)
+                raise
         return ChunkCaches(
             runtime,
             self.store,

@@ -31,6 +31,8 @@ from .tables import BROUGHT, TABLES, Table
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
 _FIELDS = {each.name: each for each in fields(EngineConfig)}
+_MAY_BE_NONE = {name for name, each in _FIELDS.items() if "None" in each.metadata["help"]} - {"system_prompt"}
+"""Settings for which ``none`` is written where Python has None."""
 _FIXED = ("primary", "auxiliary", "dtype", "namespace")
 """Options that the first ingestion fixes for the documents of a store."""
 _MODELS = ("primary", "auxiliary")
@@ -156,8 +158,8 @@ def _option(name: str, reads_documents: bool) -> Any:
 
 
 def _help_of(setting: Field[Any]) -> str:
-    """The help text of a setting, without markup."""
-    return re.sub(r":\w+:`~?[\w.]*?(\w+)`|`", r"\1", setting.metadata["help"])
+    """The help text of a setting, without markup, and with None as it is written here."""
+    return re.sub(r":\w+:`~?[\w.]*?(\w+)`|`", r"\1", setting.metadata["help"]).replace("None", "none")
 
 
 def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_variant: bool = False) -> CommandSettings:
@@ -186,9 +188,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _checked(engine: dict[str, Any], may_name_variant: bool) -> dict[str, Any]:
-    """Settings of the engine, refused before anything is imported or loaded. ``none`` means no auxiliary model."""
-    if engine.get("auxiliary") == "none":
-        engine["auxiliary"] = None
+    """Settings of the engine, refused before anything is imported or loaded. ``none`` means None."""
+    engine |= {name: None for name in _MAY_BE_NONE if str(engine.get(name)).lower() == "none" and name in engine}
     for name in _MODELS:
         checked_model(engine.get(name))
     EngineConfig.from_options(None, {n: v for n, v in engine.items() if not (may_name_variant and n == "method")})

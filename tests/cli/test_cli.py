@@ -159,6 +159,18 @@ class TestSettingsFile:
         with pytest.raises((ConfigurationError, UnknownModelError), match=re.escape(words)):
             self.given(tmp_path, text)
 
+    def test_none_is_written_as_the_help_says(self, tmp_path: Path) -> None:
+        """A text may be called so."""
+        told = {each.name for each in fields(EngineConfig) if "None" in each.metadata["help"]} - {"system_prompt"}
+        assert told >= {"auxiliary", "store", "recompute_ratio"}
+        for each in fields(EngineConfig):
+            assert "None" not in options._help_of(each)
+        for written in ("none", "None"):
+            read = options.read_settings(None, dict.fromkeys(told, written)).engine
+            assert read == dict.fromkeys(told), written
+        (tmp_path / "a.toml").write_text('system_prompt = "None"\nauxiliary = "None"')
+        assert options.read_settings(tmp_path / "a.toml", {}).engine == {"system_prompt": "None", "auxiliary": None}
+
     def test_every_setting_of_the_engine_has_a_help_text(self) -> None:
         texts = {each.name: _help_of(each) for each in fields(EngineConfig)}
         assert all(texts.values()) and texts["device"] == "Device of the models: cpu, cuda, cuda:1, mps."

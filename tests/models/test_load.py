@@ -18,6 +18,7 @@ import torch
 from cacheclip_ingest.embedding import Embedder
 from safetensors.torch import load_file, save_file
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import (
     ConfigurationError,
     DownloadError,
@@ -93,6 +94,14 @@ class TestNames:
             resolve("owner/model")
         quoted, then, _ = str(refused.value).partition(". Check the name and the network, or give a local folder.")
         assert then and quoted.count("'") % 2 == 0 and not quoted.endswith("."), "with one full stop"
+
+    def test_an_auxiliary_that_cannot_be_fetched(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        """Not all methods need one."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        for primary, auxiliary, is_told in ((str(folder), "owner/model", True), ("owner/model", str(folder), False)):
+            with pytest.raises(DownloadError, match="owner/model") as refused:
+                CacheClipEngine(primary=primary, auxiliary=auxiliary).chunk_caches()
+            assert ("--auxiliary none" in str(refused.value)) == is_told
 
     def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
