@@ -2,8 +2,8 @@
 
     python integrations/release.py --url https://github.com/OWNER/REPOSITORY
 
-Distributions are built from a copy of what git tracks, in which README's links lead to the repository at ``--url`` and
-its tag of this version, so that they work outside of it.
+Distributions are built from a copy of what git tracks, whose READMEs are for readers outside of the repository: links
+lead to it at ``--url`` and its tag of this version, and commands install from the index.
 """
 
 from __future__ import annotations
@@ -19,6 +19,21 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 
+INSTALLED = {
+    " It is not published yet: clone this repository and run, inside the clone:": "",
+    "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
+        'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
+    ),
+    "make demo                 # six documents, three questions, LlamaIndex and LangChain, a table of speeds\n": "",
+    "`make demo` downloads two small models": (
+        "In a clone of the repository, `make demo` asks three questions about six documents with LlamaIndex and "
+        "LangChain, and shows a table of speeds. It downloads two small models"
+    ),
+    "(`make docs` builds the site)": "(in a clone, `make docs` builds the site)",
+}
+"""What the core's README says of a clone, and what it says to who installs from the index."""
+_EDITABLE = r'-e (?:\.(?=\s)|"?\./integrations/[\w-]+(?:\[[\w,]+\])?"?)'
+
 
 def absolute_links(text: str, url: str, tag: str, folder: str = "") -> str:
     """A page whose relative links lead into the repository, at a tag; pictures as files, other paths as pages.
@@ -31,10 +46,49 @@ def absolute_links(text: str, url: str, tag: str, folder: str = "") -> str:
         mark, text, target = found.groups()
         if re.match(r"[a-z]+:|#", target):
             return found.group()
-        kind = "raw" if mark else "blob"
+        kind = "raw" if mark else "tree" if target.endswith("/") else "blob"
         return f"{mark}[{text}]({url}/{kind}/{tag}/{folder}{target})"
 
     return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", lead, text)
+
+
+def installed(text: str, extras: dict[str, str]) -> str:
+    """A page whose commands install from the package index, not from a clone.
+
+    Args:
+        extras: of the core, by the distributions that they install.
+    """
+
+    def install(found: re.Match[str]) -> str:
+        names = re.findall(r"\./integrations/([\w-]+(?:\[[\w,]+\])?)", found.group())
+        return f'pip install "cacheclip-rag[{",".join(extras[name] for name in names)}]"'
+
+    for there, instead in INSTALLED.items():
+        text = text.replace(there, instead)
+    return re.sub(rf"pip install(?: {_EDITABLE})+(?: +# in a clone of the repository)?", install, text)
+
+
+def extras_of(core: str) -> dict[str, str]:
+    """Extras of the core by the distributions that they install, from its pyproject.toml."""
+    optional = tomllib.loads(core)["project"]["optional-dependencies"]
+    return {each.partition("==")[0]: name for name, own in optional.items() if len(own) == 1 for each in own}
+
+
+def published(folder: Path, where: str, url: str, tag: str, extras: dict[str, str]) -> str:
+    """A distribution's README for readers outside of the repository.
+
+    Raises:
+        SystemExit: it says something that holds in a clone alone.
+    """
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    page = absolute_links(installed(page, extras), url, tag, where)
+    local = r".*(?:-e \.|\./integrations|all\.txt|not published|\]\((?!https?:|#)|(?:src|href)=\"(?!https?:)).*"
+    if lines := re.findall(local, page):
+        raise SystemExit(
+            f"expected {where}README.md without what holds in a clone alone, got {lines}. Write it so that "
+            "integrations/release.py can turn it into links and commands of the index."
+        )
+    return page
 
 
 def with_urls(pyproject: str, url: str, tag: str) -> str:
@@ -56,12 +110,20 @@ def copy(to: Path, url: str, tag: str) -> None:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)  # of a link, the file that it leads to
+    extras = extras_of((to / "pyproject.toml").read_text(encoding="utf-8"))
     for folder in folders(to):
         where = "" if folder == to else f"{folder.relative_to(to)}/"
         page, project = folder / "README.md", folder / "pyproject.toml"
-        page.write_text(absolute_links(page.read_text(encoding="utf-8"), url, tag, where), encoding="utf-8")
+        page.write_text(published(folder, where, url, tag, extras), encoding="utf-8")
         project.write_text(with_urls(project.read_text(encoding="utf-8"), url, tag), encoding="utf-8")
         tomllib.loads(project.read_text(encoding="utf-8"))
+
+
+def check_clean() -> None:
+    """Raises SystemExit: the tag of this version would not be what is built."""
+    command = ["git", "status", "--porcelain"]
+    if changed := subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout:
+        raise SystemExit(f"expected a tree without changes, got\n{changed}Commit or drop them, then release.")
 
 
 def built(folder: Path) -> list[Path]:
@@ -74,6 +136,7 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="address of the repository, without a slash at its end")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files; earlier ones in it go")
     options = parser.parse_args()
+    check_clean()
     version = re.findall(r'__version__ = "(.+)"', (ROOT / "cacheclip_rag/base/version.py").read_text())[0]
     options.out.mkdir(parents=True, exist_ok=True)
     for earlier in built(options.out):

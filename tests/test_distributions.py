@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheclip_rag import __version__
+from cacheclip_rag import MissingExtraError, __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(path.parent for path in ROOT.glob("integrations/*/pyproject.toml"))
@@ -76,6 +77,54 @@ def test_links_of_a_release_work_outside_the_repository() -> None:
     assert (
         release.absolute_links("[a](#b) [c](d.md)", "https://e", "v1", "x/") == "[a](#b) [c](https://e/blob/v1/x/d.md)"
     )
+
+
+@pytest.mark.parametrize("folder", [ROOT, *FOLDERS], ids=lambda each: each.name)
+def test_a_published_page_is_for_who_installs_from_the_index(folder: Path) -> None:
+    release = module("release")
+    page = release.published(folder, "x/", "https://e", "v1", release.extras_of((ROOT / "pyproject.toml").read_text()))
+    optional = CORE["optional-dependencies"]
+    [named] = re.findall(r'pip install "cacheclip-rag\[([\w,-]+)\]"', page)
+    assert {*named.split(",")} <= {*optional}
+    if folder != ROOT:
+        [*_, last] = named.split(",")
+        assert ours(optional[last][0])[0] == folder.name  # type: ignore[index]
+
+
+def test_every_sentence_for_the_index_replaces_one_of_the_readme() -> None:
+    assert all((ROOT / "README.md").read_text().count(each) == 1 for each in module("release").INSTALLED)
+
+
+@pytest.mark.parametrize("line", ["pip install -r all.txt", "See [it](other.md).", '<img src="a.svg">', "pip -e ."])
+def test_what_holds_in_a_clone_alone_is_not_published(line: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(f"# a\n\n{line}\n")
+    release = module("release")
+    if "](" in line:  # it would be led there
+        release.absolute_links = lambda text, *_: text
+    with pytest.raises(SystemExit, match="expected x/README.md without what holds in a clone alone, got"):
+        release.published(tmp_path, "x/", "https://e", "v1", {})
+
+
+def test_a_release_is_of_what_is_committed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    release = module("release")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    release.check_clean()
+    (tmp_path / "new.py").touch()
+    with pytest.raises(SystemExit, match=r"expected a tree without changes, got\n\?\? new.py\nCommit or drop"):
+        release.check_clean()
+
+
+def test_what_is_missing_is_installed_from_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "in your clone of the repository: pip install -e './integrations/cacheclip-lab'" in missing("lab")
+    assert missing("gguf").endswith("pip install -e '.[gguf]'")
+    monkeypatch.setattr("cacheclip_rag.base.errors._CLONE", ROOT / "nowhere")
+    for extra in CORE["optional-dependencies"]:
+        assert missing(extra) == f"X is not installed. Install it: pip install 'cacheclip-rag[{extra}]'"
+
+
+def missing(extra: str) -> str:
+    return str(MissingExtraError("X", extra))
 
 
 @pytest.mark.parametrize("folder", [ROOT, *FOLDERS], ids=lambda each: each.name)

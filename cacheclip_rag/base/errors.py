@@ -22,6 +22,7 @@ refining synthesizers catch these as a model's unusable answer, and go on withou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .urls import without_secrets
@@ -73,17 +74,19 @@ _FOLDERS = {
     "vllm": "cacheclip-vllm[vllm]",
 }
 """Distributions of the repository's ``integrations/``, by the extra that names them."""
+_CLONE = Path(__file__).parents[2] / "integrations/all.txt"
+"""Beside this package, if it runs in a clone of the repository."""
 
 
 class MissingExtraError(CacheClipError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        here = f"-e './integrations/{_FOLDERS[extra]}'" if extra in _FOLDERS else f"-e '.[{extra}]'"
-        super().__init__(
-            f"{what} is not installed. Install it in your clone of the repository: pip install {here}; once "
-            f"the package is published: pip install 'cacheclip-rag[{extra}]'"
-        )
+        how = f"Install it: pip install 'cacheclip-rag[{extra}]'"
+        if _CLONE.is_file():
+            here = f"./integrations/{_FOLDERS[extra]}" if extra in _FOLDERS else f".[{extra}]"
+            how = f"Install it in your clone of the repository: pip install -e '{here}'"
+        super().__init__(f"{what} is not installed. {how}")
 
 
 class ModelError(CacheClipError):

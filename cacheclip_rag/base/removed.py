@@ -69,7 +69,7 @@ OPTIONS: dict[str, str] = {
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""
 
-_INSTALL = "of the distribution that pip install 'cacheclip-rag[{}]' installs"
+_INSTALL = "of the distribution that the extra [{}] of cacheclip-rag installs"
 MODULES: dict[str, str] = {
     "cacheclip_rag.ingest": f"cacheclip_rag.ingest is gone: use cacheclip_ingest, {_INSTALL.format('ingest')}.",
     "cacheclip_rag.lab": f"cacheclip_rag.lab is gone: use cacheclip_lab, {_INSTALL.format('lab')}.",

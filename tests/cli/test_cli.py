@@ -240,7 +240,7 @@ class TestWithoutGuests:
     def test_a_command_of_one_says_what_to_install(self, command: str) -> None:
         done = self.run(*command.split(), "--help")
         assert (done.returncode, done.stdout) == (1, "")
-        assert f"cacheclip {command} is not installed" in done.stderr and "cacheclip-rag[ingest]" in done.stderr
+        assert f"cacheclip {command} is not installed" in done.stderr and "integrations/cacheclip-ingest" in done.stderr
 
     def test_no_command_of_one_is_forgotten(self) -> None:
         """Each that the distributions of this repository bring is known with what installs it."""

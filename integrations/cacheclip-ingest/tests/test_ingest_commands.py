@@ -299,7 +299,10 @@ def test_skipped_files_are_listed_with_reasons(
         result = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models)
         planned = cacheclip("ingest", corpus, "--store", tmp_path / "other", *models, "--dry-run", "--json").json
     assert result.code == 0 and "b.docx is a file of type .docx, which is not read from a folder" in result.err
-    assert "c.pdf is not read: pypdf" in result.err and "pip install 'cacheclip-rag[pdf]'" in result.err
+    assert (
+        "c.pdf is not read: pypdf" in result.err
+        and "pip install -e './integrations/cacheclip-ingest[pdf]'" in result.err
+    )
     assert [Path(each["path"]).name for each in planned["skipped"]] == ["b.docx", "c.pdf"]
     again = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models, "--json").json
     assert (again["added"], again["computed"], [Path(each["path"]).name for each in again["skipped"]]) == (

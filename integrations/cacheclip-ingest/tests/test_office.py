@@ -169,7 +169,7 @@ def test_in_a_folder_they_are_read_where_that_is_installed(
     without(module)
     assert [*find_files([tmp_path], lambda path, said: told.append(said))] == []
     assert f"is a file of type {suffix}, which is not read from a folder. Save it as text" in told[0]
-    assert "pip install 'cacheclip-rag[office]'" in told[0]
+    assert "pip install -e './integrations/cacheclip-ingest[office]'" in told[0]
     with pytest.raises(DocumentError, match=r"it is an Office file. Save it as text.*cacheclip-ingest\[office\]"):
         read_document(file)
 
