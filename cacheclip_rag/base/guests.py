@@ -31,24 +31,22 @@ def guests(group: str) -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def load_guest(group: str, name: str, expected: str, fits: Callable[[Any], bool] = callable) -> Any:
-    """The object of an entry point.
+    """The object of an entry point that there is (:func:`guests`).
 
     Args:
         expected: what it must be, for messages, such as ``a function``.
         fits: whether it is that.
 
     Raises:
-        ConfigurationError: no distribution brings it, or two; its module cannot be imported; it is something else. The
+        ConfigurationError: two distributions bring it; its module cannot be imported; it is something else. The
             message names the distribution.
     """
-    known = guests(group)
-    if name not in known:
-        raise ConfigurationError(f"no installed distribution brings {name!r} as {group}. Known: {', '.join(known)}.")
-    if len(known[name]) > 1:
-        brought = " and ".join(f"{distribution(each)} ({each.value})" for each in known[name])
+    [known, *others] = guests(group)[name]
+    if others:
+        brought = " and ".join(f"{distribution(each)} ({each.value})" for each in (known, *others))
         raise ConfigurationError(f"two distributions bring {name!r} as {group}: {brought}. Uninstall one of them.")
     try:
-        guest = _loaded(known[name][0])
+        guest = _loaded(known)
     except (Exception, SystemExit) as error:  # whatever its module does when it is imported
         raise unusable(group, name, f"{type(error).__name__}: {first_line(error)}") from error
     return fitting(group, name, guest, expected, fits)
