@@ -7,8 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
@@ -16,11 +15,9 @@ from llama_index.core.base.response.schema import AsyncStreamingResponse, Respon
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
-from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.response_synthesizers import BaseSynthesizer, get_response_synthesizer
+from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import (
     BaseNode,
     NodeRelationship,
@@ -30,10 +27,11 @@ from llama_index.core.schema import (
     TextNode,
     TransformComponent,
 )
-from llama_index.core.storage.docstore import BaseDocumentStore, SimpleDocumentStore
+from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
+from llama_index_cases import Events
 
 PROMPT = "Say something about a lighthouse."
 MESSAGES = [
@@ -44,25 +42,8 @@ MESSAGES = [
 ]
 
 
-class Names(BaseEventHandler):
-    """Names of events, in order."""
-
-    names: list[str] = []
-
-    def handle(self, event: Any, **kwargs: Any) -> None:
-        self.names.append(event.class_name())
-
-
 class LLMConformance:
     """For language models that decode greedily: define the fixture ``llm``."""
-
-    @pytest.fixture
-    def names(self) -> Iterator[list[str]]:
-        handler = Names(names=[])
-        root = get_dispatcher()
-        root.add_event_handler(handler)
-        yield handler.names
-        root.event_handlers.remove(handler)
 
     def test_metadata(self, llm: LLM) -> None:
         metadata = llm.metadata
@@ -117,10 +98,10 @@ class LLMConformance:
         pairs = debug.get_event_pairs(CBEventType.LLM)
         assert [len(pair) for pair in pairs] == [2, 2]
 
-    def test_events(self, llm: LLM, names: list[str]) -> None:
+    def test_events(self, llm: LLM, seen: Events) -> None:
         llm.chat(MESSAGES)
         list(llm.stream_complete(PROMPT))
-        wanted = [name for name in names if name.startswith("LLM")]
+        wanted = [name for name in seen.names if name.startswith("LLM")]
         assert wanted[:2] == ["LLMChatStartEvent", "LLMChatEndEvent"]
         assert wanted[2] == "LLMCompletionStartEvent" and wanted[-1] == "LLMCompletionEndEvent"
         assert "LLMCompletionInProgressEvent" in wanted
@@ -292,21 +273,7 @@ class TestSynthesizer(SynthesizerConformance):
         return lambda **options: CacheClipSynthesizer(llm=llm, **options)
 
 
-class TestStockSynthesizer(SynthesizerConformance):
-    """LlamaIndex's own over our LLM; and what the class asks is what these do."""
-
-    @pytest.fixture
-    def make(self, llm: CacheClipLLM) -> Callable[..., Any]:
-        return lambda **options: get_response_synthesizer(llm=llm, **options)
-
-
 class TestDocumentStore(DocumentStoreConformance):
     @pytest.fixture
     def docstore(self, llm: CacheClipLLM) -> CacheClipDocumentStore:
         return CacheClipDocumentStore.of(llm)
-
-
-class TestStockDocumentStore(DocumentStoreConformance):
-    @pytest.fixture
-    def docstore(self) -> SimpleDocumentStore:
-        return SimpleDocumentStore()

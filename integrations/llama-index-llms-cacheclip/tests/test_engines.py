@@ -98,21 +98,6 @@ class TestEngines:
         other = index.as_chat_engine(chat_mode=mode, llm=MockLLM(), similarity_top_k=2)
         assert "cacheclip" not in (other.chat(question).metadata or {})
 
-    async def test_the_mode_without_documents(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str) -> None:
-        for streaming in (False, True):
-            engine = index.as_query_engine(llm=llm, response_mode="generation", streaming=streaming)
-            for response in (engine.query(question), await engine.aquery(question)):
-                if streaming:
-                    assert str(response) if hasattr(response, "response_txt") else await response.get_response()
-                assert [stats["hits"] for stats in response.metadata["cacheclip"]] == [0]
-
-    async def test_each_answer_has_its_own_statistics(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
-    ) -> None:
-        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-        found = await asyncio.gather(*(engine.aquery(f"{question} {n}") for n in range(3)))
-        assert [[s["hits"] for s in response.metadata["cacheclip"]] for response in found] == [[2]] * 3
-
     def test_a_failed_answer_leaves_no_statistics(
         self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
     ) -> None:
@@ -121,59 +106,6 @@ class TestEngines:
             failing.query(question)
         assert collector() is None
         assert "cacheclip" not in index.as_query_engine(llm=MockLLM(), similarity_top_k=2).query(question).metadata
-
-    def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Events) -> None:
-        items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
-        asked = scripted(llm, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
-        tool = QueryEngineTool(
-            index.as_query_engine(llm=llm, similarity_top_k=2), ToolMetadata(name="island", description="All of it.")
-        )
-        engine = SubQuestionQueryEngine.from_defaults(
-            [tool],
-            llm=llm,
-            question_gen=LLMQuestionGenerator.from_defaults(llm=llm),
-            response_synthesizer=CacheClipSynthesizer(llm=llm),
-            use_async=False,
-        )
-        assert str(engine.query("Tell me all.")) == "Both."
-        assert [event.hits for event in seen.fusions] == [0, 2, 2, 0]
-        assert "7316042" in asked[3] and "Tom Garrow" in asked[3]
-
-    def test_a_router(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Events) -> None:
-        tools = [
-            QueryEngineTool(
-                index.as_query_engine(llm=llm, similarity_top_k=n), ToolMetadata(f"for {n}", name=f"top{n}")
-            )
-            for n in (2, 3)
-        ]
-        scripted(llm, '[{"choice": 2, "reason": "it reads more"}]', "7316042")
-        selector = LLMSingleSelector.from_defaults(llm=llm)
-        engine = RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm)
-        assert str(engine.query(question)) == "7316042"
-        assert [event.hits for event in seen.fusions] == [0, 3]
-
-    async def test_a_workflow(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Events,
-    ) -> None:
-        class Retrieved(Event):
-            nodes: list[NodeWithScore]
-
-        class Rag(Workflow):
-            @step
-            async def retrieve(self, start: StartEvent) -> Retrieved:
-                return Retrieved(nodes=await index.as_retriever(similarity_top_k=2).aretrieve(start.question))
-
-            @step
-            async def answer(self, found: Retrieved) -> StopEvent:
-                synthesizer = CacheClipSynthesizer(llm=llm)
-                return StopEvent(result=str(await synthesizer.asynthesize(question, found.nodes)))
-
-        assert await Rag(timeout=60).run(question=question)
-        assert [event.hits for event in seen.fusions] == [2]
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     async def test_an_agent_that_reasons_in_text(
@@ -211,27 +143,6 @@ class TestWhatTheModelReads:
         hidden = TextNode(text=chunks[1], metadata={"title": "Log"}, excluded_llm_metadata_keys=["title"])
         CacheClipTransform.from_llm(llm)([hidden])
         assert llm.engine.is_stored(chunks[1])
-
-    def test_sentence_windows_are_stored_when_they_are_read(
-        self,
-        llm: CacheClipLLM,
-        chunks: list[str],
-        question: str,
-        seen: Events,
-    ) -> None:
-        """Without chunks of the document, a window is another text. It is stored after its first answer."""
-        parser = SentenceWindowNodeParser.from_defaults(window_size=2)
-        nodes = parser.get_nodes_from_documents([Document(text=" ".join(chunks[:2]))])
-        index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
-        engine = RetrieverQueryEngine.from_args(
-            index.as_retriever(similarity_top_k=1),
-            llm=llm,
-            response_synthesizer=CacheClipSynthesizer(llm=llm),
-            node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
-        )
-        engine.query(question)
-        engine.query(question)
-        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
     def test_sentence_windows_are_parts_of_the_documents_chunks(
         self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Events
@@ -302,41 +213,6 @@ class TestWhatTheModelReads:
         read = engine.query(question).source_nodes
         assert any(each.node.child_nodes for each in read), "merging happened"
         assert [(event.hits, event.misses) for event in seen.fusions] == [(len(read), 0)]
-
-    def test_reranked_nodes_hit_in_their_new_order(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Events,
-    ) -> None:
-        asked = scripted(llm, "Doc: 3, Relevance: 9\nDoc: 1, Relevance: 7", "An answer.")
-        engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[LLMRerank(llm=llm, top_n=2)])
-        nodes = engine.query(question).source_nodes
-        assert len(nodes) == 2 and len(asked) == 2
-        assert seen.fusions[0].hits == 3, "the reranker's own prompt holds the chunks too"
-        assert (seen.fusions[1].hits, seen.fusions[1].misses) == (2, 0)
-
-    def test_what_a_pipeline_of_known_documents_skipped_is_healed(
-        self,
-        llm: CacheClipLLM,
-        chunks: list[str],
-        question: str,
-        seen: Events,
-    ) -> None:
-        """Its document store does not know that the store was emptied; the next answer stores the chunk again."""
-        steps = [SentenceSplitter(), CacheClipTransform.from_llm(llm)]
-        strategy = DocstoreStrategy.DUPLICATES_ONLY
-        pipeline = IngestionPipeline(transformations=steps, docstore=SimpleDocumentStore(), docstore_strategy=strategy)
-        documents = [Document(text=chunks[0], id_="a")]
-        nodes = pipeline.run(documents=documents)
-        llm.engine.release([chunks[0]])
-        assert pipeline.run(documents=documents) == [] and not llm.engine.is_stored(chunks[0]), "skipped"
-        index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
-        engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
-        engine.query(question)
-        engine.query(question)
-        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
 
 class TestAtOnce:

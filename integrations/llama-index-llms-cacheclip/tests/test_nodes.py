@@ -19,7 +19,7 @@ from llama_index.core import (
     get_response_synthesizer,
     load_index_from_storage,
 )
-from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
+from llama_index.core.base.response.schema import PydanticResponse, Response
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import MockLLM
@@ -35,8 +35,7 @@ from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 from llama_index_cases import Events, WordEmbedding, scripted
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import SENTENCES, FakeRuntime, fake_of, messages_of
+from cacheclip_rag.testing import SENTENCES, fake_of
 
 MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
 
@@ -103,34 +102,6 @@ class TestSynthesizer:
         llm.complete("Who lit the lamp?")
         assert seen.asked[-2:] == ["the lamp", None]
 
-    @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
-    async def test_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:
-        llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
-        whole = CacheClipSynthesizer(llm=llm, response_mode=mode)
-        streamed = CacheClipSynthesizer(llm=llm, response_mode=mode, streaming=True)
-        texts = [str(whole.synthesize(question, nodes)), str(await whole.asynthesize(question, nodes))]
-        answer = streamed.synthesize(question, nodes)
-        assert isinstance(answer, StreamingResponse)
-        texts.append("".join(answer.response_gen))
-        answer = await streamed.asynthesize(question, nodes)
-        assert isinstance(answer, AsyncStreamingResponse)
-        texts.append("".join([token async for token in answer.async_response_gen()]))
-        assert texts[0] and texts == [texts[0]] * 4
-
-    def test_in_a_query_engine_with_updated_prompts(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str
-    ) -> None:
-        index = VectorStoreIndex([each.node for each in nodes], embed_model=WordEmbedding())
-        engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm), similarity_top_k=2)
-        assert "response_synthesizer:text_qa_template" in engine.get_prompts()
-        engine.update_prompts(
-            {"response_synthesizer:text_qa_template": PromptTemplate("Facts:\n{context_str}\nAsk: {query_str}")}
-        )
-        engine.query(question)
-        [prompt] = fake_of(llm.engine).prompts
-        [message] = messages_of(prompt)
-        assert message["content"].startswith("Facts:\n") and message["content"].endswith(f"Ask: {question}")
-
     def test_prompts_hold_whole_chunks(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events
     ) -> None:
@@ -191,9 +162,6 @@ class TestSynthesizer:
         assert 0 < len(kept) < 40 and kept == texts[: len(kept)]
         assert f"{40 - len(kept)} of 40 chunks do not fit" in caplog.text
 
-    def test_no_nodes(self, llm: CacheClipLLM, question: str) -> None:
-        assert str(CacheClipSynthesizer(llm=llm).synthesize(question, [])) == "Empty Response"
-
     def test_modes_without_an_answer(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
         empty = CacheClipSynthesizer(llm=llm, response_mode="no_text").synthesize(question, nodes)
         assert isinstance(empty, Response) and empty.response == "" and empty.source_nodes == nodes
@@ -225,15 +193,6 @@ class TestSynthesizer:
         ids = ["node-0", "node-1", "node-2"]
         assert [(event.hits, event.misses, event.node_ids) for event in seen.fusions] == [(0, 3, ids), (3, 0, ids)]
 
-    @pytest.mark.parametrize("mode", ["accumulate", "tree_summarize", "compact_accumulate"])
-    def test_several_prompts_at_once(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
-    ) -> None:
-        one_by_one = CacheClipSynthesizer(llm=llm, response_mode=mode)
-        one_by_one.synthesize(question, nodes)  # stores them
-        at_once = CacheClipSynthesizer(llm=llm, response_mode=mode, use_async=True)
-        assert str(at_once.synthesize(question, nodes)) == str(one_by_one.synthesize(question, nodes))
-
     def test_versions_without_a_helper_for_messages(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -256,15 +215,6 @@ class TestSynthesizer:
         with pytest.raises(ValueError, match="'nonsense' is not a valid ResponseMode"):
             CacheClipSynthesizer(llm=llm, response_mode="nonsense")
         assert BaseSynthesizer.__name__ in [cls.__name__ for cls in CacheClipSynthesizer.__mro__]
-
-    def test_construction_loads_no_weights(self, question: str, nodes: list[NodeWithScore]) -> None:
-        def load(name: str, **options: Any) -> FakeRuntime:
-            raise LookupError("loaded")
-
-        register_runtime("heavy", load)
-        synthesizer = CacheClipSynthesizer(llm=CacheClipLLM(primary="heavy:model", auxiliary=None))
-        with pytest.raises(LookupError, match="loaded"):
-            synthesizer.synthesize(question, nodes)
 
     def test_what_an_answer_stored_is_released_with_its_node(
         self, llm: CacheClipLLM, chunks: list[str], question: str
@@ -327,12 +277,6 @@ class TestEvents:
         assert event.method == "epic" and event.nominal_ratio == 0.2 and event.ttft_s > 0
         assert event.model_dump()["class_name"] == "CacheClipFusionEvent" and set(event.phases_s)
 
-    def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:
-        text = f"{chunks[0]}\n\nWhat was built?"
-        llm.complete(text, documents=[chunks[0]])
-        llm.complete(text)
-        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
-
     def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:
         knowing = llm.with_nodes({chunks[0]: [("a", "doc")], chunks[2]: [("elsewhere", "")]})
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
@@ -356,35 +300,6 @@ def held(llm: CacheClipLLM, texts: list[str]) -> tuple[CacheClipDocumentStore, l
 
 
 class TestDeletion:
-    def test_refreshing_an_index(self, llm: CacheClipLLM, chunks: list[str]) -> None:
-        """Unchanged documents keep their caches, the old text of a changed one is released."""
-        storage = StorageContext.from_defaults(docstore=CacheClipDocumentStore.of(llm))
-        documents = [Document(text=chunk, id_=f"doc-{n}") for n, chunk in enumerate(chunks[:3])]
-        index = VectorStoreIndex.from_documents(
-            documents,
-            storage_context=storage,
-            embed_model=WordEmbedding(),
-            transformations=[SentenceSplitter(), CacheClipTransform.from_llm(llm)],
-            store_nodes_override=True,
-        )
-        texts = [chunk.strip() for chunk in chunks[:4]]
-        assert stored(llm, texts) == [True, True, True, False]
-        changed = [documents[0], Document(text=chunks[3], id_="doc-1"), documents[2]]
-        assert index.refresh_ref_docs(changed) == [False, True, False]
-        assert stored(llm, texts) == [True, False, True, True]
-        index.delete_ref_doc("doc-2", delete_from_docstore=True)
-        assert stored(llm, texts) == [True, False, False, True]
-
-    def test_a_text_of_two_documents_stays_until_both_are_gone(self, llm: CacheClipLLM, chunks: list[str]) -> None:
-        store = CacheClipDocumentStore.of(llm)
-        nodes = [TextNode(text=chunks[0], id_=f"node-{n}") for n in range(2)]
-        CacheClipTransform.from_llm(llm)(nodes)
-        store.add_documents(nodes)
-        store.delete_document("node-0")
-        assert llm.engine.is_stored(chunks[0])
-        store.delete_document("node-1")
-        assert not llm.engine.is_stored(chunks[0])
-
     async def test_asynchronously(self, llm: CacheClipLLM, chunks: list[str]) -> None:
         store = CacheClipDocumentStore.of(llm)
         document = Document(text=chunks[0], id_="doc")
@@ -396,18 +311,6 @@ class TestDeletion:
         assert stored(llm, chunks[:2]) == [False, True]
         await store.adelete_document(nodes[1].node_id)
         assert stored(llm, chunks[:2]) == [False, False]
-
-    def test_pipeline_upserts(self, llm: CacheClipLLM, chunks: list[str]) -> None:
-        pipeline = IngestionPipeline(
-            transformations=[SentenceSplitter(), WordEmbedding(), CacheClipTransform.from_llm(llm)],
-            docstore=CacheClipDocumentStore.of(llm),
-            vector_store=SimpleVectorStore(),
-            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
-        )
-        pipeline.run(documents=[Document(text=chunks[0], id_="a"), Document(text=chunks[1], id_="b")])
-        assert stored(llm, chunks[:3]) == [True, True, False]
-        pipeline.run(documents=[Document(text=chunks[2], id_="a")])
-        assert stored(llm, chunks[:3]) == [False, False, True]
 
     @pytest.mark.parametrize("how", ["pipeline", "async pipeline", "index"])
     async def test_a_document_that_changed_in_one_place(self, llm: CacheClipLLM, how: str) -> None:

@@ -86,10 +86,9 @@ SYSTEM, QUESTION = "Answer in one word.", "Where did the keeper of the lighthous
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4}], ids=["greedy", "penalty"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_answers_are_those_of_transformers(tiny_models: dict[str, str], name: str, options: dict[str, Any]) -> None:
+def test_answers_are_those_of_transformers(tiny_models: dict[str, str], options: dict[str, Any]) -> None:
     """Nothing but the model is swapped: with nothing stored, answers to the same messages are equal."""
-    folder = tiny_models[name]
+    folder = tiny_models["gemma3"]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

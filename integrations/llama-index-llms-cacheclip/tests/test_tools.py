@@ -156,12 +156,6 @@ class TestLlamaIndex:
         llm.chat([user, answer, user])
         assert '{"name": "search", "arguments": {"q\ufffd": "\ufffd"}}' in fake_of(llm.engine).prompts[0]
 
-    def test_a_required_call(self, settings: dict[str, Any]) -> None:
-        llm = CacheClipLLM(**settings)
-        wanted = [FunctionTool.from_defaults(lambda query: query, name="search", description="Finds.")]
-        response = llm.chat_with_tools(wanted, user_msg="Where?", tool_required=True)
-        assert [call.tool_name for call in llm.get_tool_calls_from_response(response)] == ["search"]
-
     @pytest.mark.parametrize("calling", [True, False])
     async def test_structured_prediction(self, settings: dict[str, Any], calling: bool) -> None:
         llm = CacheClipLLM(**settings, is_function_calling_model=calling)
