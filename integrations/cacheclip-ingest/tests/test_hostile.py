@@ -146,7 +146,7 @@ class _Counter:
 
 
 class TestPassages:
-    @pytest.mark.parametrize("each", ["x", ">", "ab ", "a b. ", "\u6e2f", "*a ", "|a", "a|", "`", "-"])
+    @pytest.mark.parametrize("each", ["x", ">", "a b. ", "\u6e2f", "*a ", "|a", "-"])
     @pytest.mark.parametrize(
         ("kind", "start"),
         [("", ""), ("", "|a|b|\n|-|-|\n|"), ("markdown", "# A\n\nThe mast is tall.\n"), ("table", "a,b\n")],

@@ -369,15 +369,10 @@ class TestDocumentsInAStore:
         (("ingest", "{here}", "--store", "~gone/s", "--primary", "~gone/m"), 2, "no model is called"),
         (("ingest", "{here}", "--store", "{none}", "--settings", "~gone/a.toml"), 2, "~gone/a.toml"),
         (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
-        (("ask", "Who?", "--store", "{here}", "--finish", "verfy"), 2, "Did you mean 'verify'?"),
-        (("ingest", "{here}", "--store", "{none}", "--dtype", "float23"), 2, "Did you mean 'float32'?"),
         (("ask", "Who?", "--store", "{here}", "--settings", "{ask}"), 2, "ask.toml: [ask]: chat_template_kwargs must"),
         (("ingest", "{here}", "--store", "{none}", "--overlap-tokens", "1"), 2, "overlap_tokens = ... under [ingest]"),
-        (("ingest", "{here}", "--store", "{none}", "--codec", "int8"), 2, "write codec = ... in the file of"),
-        (("ingest", "{here}", "--store", "{none}", "--vllm=seed=1"), 2, "write NAME = VALUE under [vllm]"),
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
         (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
-        (("ask",), 2, "Missing argument"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
@@ -388,7 +383,7 @@ def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
     ask.write_text("[ask]\nchat_template_kwargs = 'no'")
     done = run_without_torch(*(each.format(none=tmp_path / "none", here=here, ask=ask) for each in arguments))
     assert (done.code, done.out) == (code, ""), done.err
-    assert message in done.err and (len(done.err.splitlines()) == 1 or arguments == ("ask",))
+    assert message in done.err and len(done.err.splitlines()) == 1
     assert not (tmp_path / "none").exists()
 
 

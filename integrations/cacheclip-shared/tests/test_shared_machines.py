@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
 from cacheclip_rag.base.keys import text_digest
-from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs
 from cacheclip_rag.store.erasures import look_at_all
 from cacheclip_rag.testing.backends import BackendConformance
@@ -168,6 +166,10 @@ class TestMachines:
         assert other.texts.index.find(CHUNKS[0], parts=False) == [] and not other.store.holds_text(CHUNKS[0])
         assert gc(store_url)["deleted"] == 0 and gc(store_url, grace_s=0)["deleted"] == 1
         assert verify(store_url)["missing"] == 0
+        assert one.release(CHUNKS[1:]) == shared(other).poll()[1] == len(CHUNKS) - 1
+        with sqlite3.connect(shared(other).place.replica / "replica.sqlite3") as copy:
+            for table in ("texts", "contents", "sources", "rows"):
+                assert copy.execute(f"SELECT * FROM {table}").fetchall() == [], table
 
     @pytest.mark.parametrize("released", ["while it is answered", "before the commit"])
     def test_what_another_machine_releases_is_not_stored_again(self, machine: Machine, released: str) -> None:
@@ -280,41 +282,6 @@ class TestMachines:
         assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {
             tenant_folder("one")[8:]
         }
-
-
-def of_llama_index(options: dict[str, Any]) -> tuple[str, int]:
-    llm = pytest.importorskip("llama_index.llms.cacheclip").CacheClipLLM(**options, max_tokens=4)
-    found = llm.complete(rag_prompt(CHUNKS))
-    llm.engine.close()
-    return found.text, found.additional_kwargs["cacheclip"]["hits"]
-
-
-def of_langchain(options: dict[str, Any]) -> tuple[str, int]:
-    llm = pytest.importorskip("langchain_cacheclip").CacheClipLLM(**options, max_tokens=4)
-    (found,) = llm.generate([rag_prompt(CHUNKS)]).generations[0]
-    llm.engine.close()
-    return found.text, found.generation_info["cacheclip"]["hits"]  # type: ignore[index]
-
-
-def of_the_server(options: dict[str, Any]) -> tuple[str, int]:
-    server = pytest.importorskip("cacheclip_serve.transformers").TransformersBackend(EngineConfig(**options))
-    answer = server.engine("default").generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
-    server.close()
-    return answer.text, answer.stats.hits
-
-
-@pytest.mark.parametrize("way", [of_llama_index, of_langchain, of_the_server])
-def test_every_way_in_takes_the_url(
-    way: Callable[[dict[str, Any]], tuple[str, int]], machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a home of its own, and the answer that the machine gives which stored the texts."""
-    one = machine()
-    one.precompute(CHUNKS)
-    expected = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
-    assert shared(one).objects.locate("default", [one.chunk_caches()[0].key(CHUNKS[0])])
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "another home"))
-    options = {"primary": one.config.primary, "auxiliary": None, "method": "anchored", "store": one.config.store}
-    assert way(options) == (expected.text, expected.stats.hits) == (expected.text, len(CHUNKS))
 
 
 class TestPayloadsNeverChange:

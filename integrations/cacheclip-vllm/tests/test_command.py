@@ -280,14 +280,14 @@ def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:
     assert isinstance(done.exception, ConfigurationError) and "--max-model-len" in str(done.exception)
 
 
-@pytest.mark.parametrize("name", ["cacheclip_rag.store", "cacheclip_vllm.planners"])
 @pytest.mark.parametrize("is_configured", [True, False])
-def test_warnings_go_where_vllms_log_goes(is_configured: bool, name: str) -> None:
+def test_warnings_go_where_vllms_log_goes(is_configured: bool) -> None:
     """Though a library that vLLM's server imports lets the root logger take errors only."""
     lines = ["import logging, sys", "from cacheclip_vllm.serve import show_warnings"]
     if is_configured:
         lines += ["handler = logging.StreamHandler(sys.stdout)", "logging.getLogger('vllm').addHandler(handler)"]
     lines += ["logging.getLogger().setLevel(logging.ERROR)", "show_warnings()"]
-    lines += [f"logging.getLogger({name!r}).warning('a chunk cache is damaged')"]
+    names = ("cacheclip_rag.store", "cacheclip_vllm.planners")
+    lines += [f"logging.getLogger({name!r}).warning('a chunk cache is damaged')" for name in names]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
-    assert (done.stdout if is_configured else done.stderr) == "a chunk cache is damaged\n"
+    assert (done.stdout if is_configured else done.stderr) == "a chunk cache is damaged\n" * 2

@@ -26,7 +26,6 @@ from cacheclip_vllm.planners import Planning, Route
 from cacheclip_vllm.replies import ReplyText, Result, StreamReply
 from cacheclip_vllm.served import Served as HowServed
 from cacheclip_vllm.settings import ServerSettings
-from langchain_cacheclip import CacheClipLLM as TextModel, ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import HALVES, until, wait_for_the_end
@@ -1001,24 +1000,12 @@ class TestNamesAndTools:
         assert served.inner.bodies[-1]["tools"] == [TOOL], "the setting is off"
 
 
-class TestAdapters:
-    """The adapters need not know which backend answers."""
-
-    @pytest.mark.parametrize("kind", [ChatCacheClip, TextModel, CacheClipLLM])
-    def test_answers_and_statistics(self, guarded: Served, kind: Any) -> None:
-        guarded.inner.cached = None
-        llm = kind(base_url=f"{guarded.address}/v1", api_key=OWN, max_tokens=4)
-        if kind is CacheClipLLM:
-            said = llm.complete(PROMPT, documents=CHUNKS)
-            text, stats = said.text, said.additional_kwargs["cacheclip"]
-            assert llm.metadata.context_window == 4096 and llm.metadata.is_function_calling_model
-        elif kind is ChatCacheClip:
-            said = llm.invoke(PROMPT, documents=CHUNKS)
-            text, stats = said.content, said.response_metadata["cacheclip"]
-            assert said.usage_metadata["output_tokens"] == 4
-        else:
-            text = llm.invoke(PROMPT)
-            stats = llm.generate([PROMPT]).generations[0][0].generation_info["cacheclip"]
-        assert text == "".join(WORDS) and stats["hits"] == len(CHUNKS) and stats["method"] == "cacheclip"
-        assert {each.name for each in fields(FusionStats)} <= set(stats)
-        assert llm.model_name == "tiny"
+def test_adapters_need_not_know_which_backend_answers(guarded: Served) -> None:
+    guarded.inner.cached = None
+    llm = CacheClipLLM(base_url=f"{guarded.address}/v1", api_key=OWN, max_tokens=4)
+    said = llm.complete(PROMPT, documents=CHUNKS)
+    stats = said.additional_kwargs["cacheclip"]
+    assert said.text == "".join(WORDS) and stats["hits"] == len(CHUNKS) and stats["method"] == "cacheclip"
+    assert {each.name for each in fields(FusionStats)} <= set(stats)
+    assert llm.metadata.context_window == 4096 and llm.metadata.is_function_calling_model
+    assert llm.model_name == "tiny"
