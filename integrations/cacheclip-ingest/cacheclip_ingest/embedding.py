@@ -49,6 +49,12 @@ class Embedder:
 
         return load_module(self.name, self._device, load, kind="embedding model")
 
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of all texts, as far as the model reads them."""
+        read = self._model.tokenize(list(texts))
+        mask = read.get("attention_mask")  # static embeddings have none, because they are not padded
+        return int(read["input_ids"].numel() if mask is None else mask.sum())
+
     def embed(self, texts: Sequence[str]) -> Vectors:
         """``(num_texts, dimensions)`` float32; each row has length 1, so that the inner product is the cosine."""
         model = self._model

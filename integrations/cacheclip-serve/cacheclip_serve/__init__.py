@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .bounds import check_counts as check_counts
     from .connections import KEEP_S as KEEP_S, timed as timed
     from .counters import Counters as Counters, exposition as exposition
+    from .embeddings import EMBEDDINGS as EMBEDDINGS, EmbeddingService as EmbeddingService
     from .errors import (
         RequestError as RequestError,
         error_body as error_body,
@@ -57,6 +58,7 @@ __getattr__, __all__ = late_names(
         "bounds": "check_counts",
         "connections": "KEEP_S timed",
         "counters": "Counters exposition",
+        "embeddings": "EMBEDDINGS EmbeddingService",
         "errors": "RequestError error_body error_of unsupported",
         "field": "CacheClipField",
         "hidden": "names_of renamed",

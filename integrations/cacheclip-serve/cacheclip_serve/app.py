@@ -26,6 +26,7 @@ from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import Bodies, check_host
 from .bounds import check_counts
 from .counters import Counters
+from .embeddings import EMBEDDINGS, EmbeddingService
 from .errors import RequestError
 from .messages_api import MessagesReply, messages_as_chat
 from .queue import Queue
@@ -96,6 +97,8 @@ class App:
     """Other names by which requests may ask for the model."""
     drops_tools: bool = False
     """Whether tools that need not be called are left out if the chat template has no place for them."""
+    embeddings: EmbeddingService = field(default_factory=EmbeddingService)
+    """Answers ``/v1/embeddings``."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None
@@ -125,6 +128,7 @@ class App:
         paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]], type[Reply]]] = [
             *(("POST", path, partial(self._answer, dialect), dialect.reply) for path, dialect in answered.items()),
             ("POST", f"{_MESSAGES}/count_tokens", partial(self._count_tokens, answered[_MESSAGES]), MessagesReply),
+            ("POST", EMBEDDINGS, self._embed, Reply),
             ("GET", "/v1/models", self._models, Reply),
             ("GET", "/v1/models/{name:path}", self._model, Reply),
             ("GET", "/health", self._health, Reply),
@@ -241,6 +245,12 @@ class App:
         (question,) = (await self._asked(dialect, request)).questions
         async with asyncio.timeout(self.limits.request_s):
             return json_response({"input_tokens": await asyncio.to_thread(self.backend.count_tokens, question)})
+
+    async def _embed(self, request: Request) -> Response:
+        client = self._identify(request).tenants[0]
+        body = await self._bodies.parsed(request, client, self.embeddings.read)
+        async with asyncio.timeout(self.limits.request_s):
+            return json_response(await self.embeddings.answer(body, client))
 
     async def _asked(self, dialect: Dialect, request: Request) -> _Asked:
         caller = self._identify(request)

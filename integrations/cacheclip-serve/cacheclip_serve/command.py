@@ -51,6 +51,8 @@ class ServeTable(Table):
     """Most seconds of a request, waiting included."""
     max_body_bytes: int = 2**23
     """Largest body of a request."""
+    embedding: str | None = None
+    """Embedding model of /v1/embeddings; needs cacheclip-ingest. None: there is none."""
     drop_tools: bool = False
     """True: tools that need not be called are left out of prompts if the chat template has no place for them; else such
     requests are refused (400)."""
@@ -164,6 +166,7 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         served_name=table.served_name,
         aliases=door.aliases,
         drops_tools=table.drop_tools,
+        embedding=table.embedding,
         host=door.host,
         port=door.port,
         api_key=door.api_key,
@@ -183,6 +186,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from .app import Limits
+    from .embeddings import EmbeddingService
     from .server import Server, served_name
     from .transformers import TransformersBackend
 
@@ -200,6 +204,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
         name=name,
         aliases=door.aliases,
         drops_tools=table.drop_tools,
+        embeddings=EmbeddingService(table.embedding, device=config.device, most_waiting=table.max_queue),
         access=access,
         limits=Limits(table.max_running, table.max_queue, table.timeout_s, table.max_body_bytes),
         host=door.host,

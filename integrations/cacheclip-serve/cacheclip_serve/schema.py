@@ -317,7 +317,8 @@ def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
     )
 
 
-def _list_of_prompts(value: Any) -> Any:
+def list_of_prompts(value: Any) -> Any:
+    """A text or a list of texts as a list."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
         raise ValueError("this server takes a text or a list of texts, none of them empty, and no token ids")
@@ -327,7 +328,7 @@ def _list_of_prompts(value: Any) -> Any:
 class CompletionBody(Body):
     """Body of a request to ``/v1/completions``. Its prompts are read as they stand, without the chat template."""
 
-    prompt: Annotated[list[str], BeforeValidator(_list_of_prompts)]
+    prompt: Annotated[list[str], BeforeValidator(list_of_prompts)]
     logprobs: Annotated[WholeNumber, BeforeValidator(_no_flag)] = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     @property
@@ -351,7 +352,7 @@ def without_nothing(kind: type[Body], given: Mapping[str, Any]) -> dict[str, Any
 
 def parse(kind: type[B], given: Mapping[str, Any]) -> B:
     """The body of a request, checked. Raises RequestError: it names the field that is wrong."""
-    body = _validated(kind, without_nothing(kind, given))
+    body = validated(kind, without_nothing(kind, given))
     body.check()
     return body
 
@@ -359,7 +360,7 @@ def parse(kind: type[B], given: Mapping[str, Any]) -> B:
 def parse_field(given: Any) -> CacheClipField:
     """The field ``cacheclip`` of a body whose other fields another server reads. Raises RequestError: it names the part
     that is wrong."""
-    return _validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
+    return validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
 
 
 class _FieldOnly(BodyPart):
@@ -369,7 +370,8 @@ class _FieldOnly(BodyPart):
 P = TypeVar("P", bound=BodyPart)
 
 
-def _validated(kind: type[P], given: Mapping[str, Any]) -> P:
+def validated(kind: type[P], given: Mapping[str, Any]) -> P:
+    """A body by its types. Raises RequestError: it names the field that is wrong."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -19,6 +19,7 @@ from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
 from .connections import KEEP_S, allow_many_files, timed
+from .embeddings import EmbeddingService
 
 
 class Server:
@@ -40,6 +41,7 @@ class Server:
         origins: Sequence[str] = (),
         aliases: Sequence[str] = (),
         drops_tools: bool = False,
+        embeddings: EmbeddingService | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
@@ -51,6 +53,7 @@ class Server:
             origins: web pages that may ask through a browser.
             aliases: other names of the model.
             drops_tools: leave tools out that need not be called, if the chat template has no place for them.
+            embeddings: answers ``/v1/embeddings``; None: nobody does.
             temperature: of requests that state none; 1 is OpenAI's.
             max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
             on_ready: called with the address when the model is loaded.
@@ -70,6 +73,7 @@ class Server:
             origins=tuple(origins),
             aliases=tuple(aliases),
             drops_tools=drops_tools,
+            embeddings=embeddings or EmbeddingService(),
             temperature=temperature,
             max_tokens=max_tokens,
             on_ready=lambda: on_ready(self.address),

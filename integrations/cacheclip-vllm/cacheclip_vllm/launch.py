@@ -79,6 +79,7 @@ def launch_server(
     served_name: str | None = None,
     aliases: Sequence[str] = (),
     drops_tools: bool = False,
+    embedding: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
@@ -118,6 +119,7 @@ def launch_server(
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
         aliases=tuple(aliases),
         drops_tools=drops_tools,
+        embedding=embedding,
         is_untried=not is_tried(),
     )
     check_reachable(host, settings.access)

@@ -20,10 +20,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cacheclip_serve import (
+    EMBEDDINGS,
     KEEP_S,
     Bodies,
     Caller,
     Counters,
+    EmbeddingService,
     Queue,
     RequestError,
     as_json,
@@ -61,7 +63,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], PlannablePrompt]] = {
 }
 _OPEN = frozenset({"/health", "/ping"})
 """Paths for load balancers, which need no key."""
-_OF_TENANTS = frozenset({_CHAT, _COMPLETION, "/v1/models"})
+_OF_TENANTS = frozenset({_CHAT, _COMPLETION, EMBEDDINGS, "/v1/models"})
 """Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
 _NEVER_PLANNED = frozenset({"/v1/responses", "/v1/messages"})
 """Paths whose prompts vLLM makes of other bodies than those that are read here."""
@@ -94,6 +96,7 @@ class CacheClip:
         self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
         self._counters = Counters()
         self._bodies = Bodies(self._settings.body_bytes)
+        self._embeddings = EmbeddingService(self._settings.embedding)
         self._running = 0
         self._places: Queue | None = None
         """Of vLLM's sequences, if there are several tenants: vLLM serves first who came first."""
@@ -204,12 +207,16 @@ class CacheClip:
             return await self._app(as_text(scope), receive, appending(send, self._metrics))
         if caller.may_choose and path not in _OF_TENANTS:
             raise RequestError(
-                "the key of a tenant may use chat completions, completions and models only.",
+                "the key of a tenant may use chat completions, completions, embeddings and models only.",
                 status=403,
                 kind="permission_error",
             )
         if path == "/v1/models" and scope["method"] == "GET":
             return await self._app(as_text(scope), receive, changing(send, self._with_cards))
+        if path == EMBEDDINGS and scope["method"] == "POST":
+            body = await self._bodies.parsed(request, caller.tenants[0], self._embeddings.read)
+            vectors = as_json(await self._embeddings.answer(body, caller.tenants[0]))
+            return await Response(vectors, media_type="application/json")(scope, receive, send)
         if path in _READERS and scope["method"] == "POST":
             return await self._asked(path, request, caller, scope, receive, send)
         if path in _NEVER_PLANNED and scope["method"] == "POST":

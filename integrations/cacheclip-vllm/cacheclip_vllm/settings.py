@@ -50,6 +50,8 @@ class ServerSettings:
     """Other names by which requests may ask for the model."""
     drops_tools: bool = False
     """Whether tools that need not be called are left out if the server cannot call any."""
+    embedding: str | None = None
+    """Embedding model of ``/v1/embeddings``; None: there is none."""
     is_untried: bool = False
     """Whether this vLLM was never tried, so that a tiny answer is compared at start."""
 

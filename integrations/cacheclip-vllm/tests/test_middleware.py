@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
-from cacheclip_serve import bodies, connections
+from cacheclip_serve import EmbeddingService, bodies, connections
 from cacheclip_serve.connections import KEEP_S
 from cacheclip_vllm.middleware import CacheClip
 from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
@@ -980,6 +981,16 @@ def lenient(config: EngineConfig) -> Iterator[Served]:
     settings = ServerSettings(config, "tiny", seal=SEAL, aliases=("gpt-4o",), drops_tools=True, calls_tools=False)
     with running(settings) as found:
         yield found
+
+
+def test_embeddings_are_ours(config: EngineConfig, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmbeddingService, "_embed", lambda self, texts: ([np.ones(2, np.float32)] * len(texts), 3))
+    with running(ServerSettings(config, "tiny", seal=SEAL, embedding="small")) as found:
+        said = found.client.post("/v1/embeddings", json={"input": ["a", "b"], "model": "small"}).json()
+        assert [each["embedding"] for each in said["data"]] == [[1, 1], [1, 1]] and said["usage"]["total_tokens"] == 3
+        assert found.inner.paths == []
+    refused = served.client.post("/v1/embeddings", json={"input": "a"})
+    assert refused.status_code == 404 and "[serve]" in refused.json()["error"]["message"]
 
 
 class TestNamesAndTools:
