@@ -91,6 +91,7 @@ class EmbeddingService:
         if self._embedder is None:
             from cacheclip_ingest import Embedder
 
+            assert self._name is not None, "without a model every request is refused"
             self._embedder = Embedder(self._name, self._device)
         return list(self._embedder.embed(texts)), self._embedder.count_tokens(texts)
 
