@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 from langchain_core.documents import Document
-from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from pydantic import BaseModel
 
@@ -69,19 +68,6 @@ def test_messages(server: Any, own: dict[str, Any]) -> None:
     assert ChatCacheClip(**own).invoke(messages).content == local.invoke(messages).content
 
 
-def test_a_system_prompt(server: Any, own: dict[str, Any]) -> None:
-    said = ChatCacheClip(**own, system_prompt="Be short.").invoke("What?")
-    expected = server.engine.generate(
-        [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What?"}], max_tokens=12
-    )
-    assert said.content == expected.text
-
-
-def test_a_prompt_that_is_too_long(own: dict[str, Any]) -> None:
-    with pytest.raises(ContextOverflowError):
-        ChatCacheClip(**own).invoke("word " * 6000)
-
-
 class Year(BaseModel):
     """A year."""
 
@@ -109,7 +95,7 @@ def test_calls_and_structures(own: dict[str, Any]) -> None:
 
 async def test_a_cancelled_call_leaves(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits in a thread, which notices at the server's next sign of life."""
-    monkeypatch.setattr("cacheclip_serve.app._PING_S", 0.1)
+    monkeypatch.setattr("cacheclip_serve.sending._PING_S", 0.1)
     queue = server.server.app._queue
     llm = ChatCacheClip(base_url=server.url, max_tokens=2)
     with turns_of(server.engine.primary).prompt():

@@ -19,7 +19,7 @@ from langchain_cacheclip import (
     with_cacheclip_stats,
 )
 from langchain_cases import RAG_PROMPT, Recorder, WordRetriever
-from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
+from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.documents import Document
@@ -27,11 +27,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.messages.content import create_plaintext_block, create_text_block
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import ConfigurableField, Runnable
 from langchain_core.runnables.utils import add
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -119,24 +119,6 @@ class TestStatisticsInTheOutput:
 
 
 class TestChain:
-    async def test_documents_are_stored_and_hit_four_ways(
-        self, llm: ChatCacheClip, documents: list[Document], question: str
-    ) -> None:
-        recorder = Recorder()
-        config: Any = {"callbacks": [recorder]}
-        chain = create_cacheclip_documents_chain(llm, RAG_PROMPT)
-        inputs = {"input": question, "context": documents[:2]}
-        first = chain.invoke(inputs, config)
-        texts = [
-            chain.invoke(inputs, config),
-            "".join(chain.stream(inputs, config)),
-            await chain.ainvoke(inputs, config),
-            "".join([part async for part in chain.astream(inputs, config)]),
-        ]
-        assert first.strip() and texts == [texts[0]] * 4
-        assert found(recorder) == [(0, 2), (2, 0), (2, 0), (2, 0), (2, 0)]
-        assert len(list(chain.stream(inputs))) > 2, "it streams"
-
     def test_it_answers_as_the_stock_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
         """By a method that no question turns: ours hands the user's words on, the stock one does not know them."""
         llm = llm.model_copy(update={"method": "direct"})
@@ -193,20 +175,6 @@ class TestChain:
             chain = create_cacheclip_documents_chain(asked, RAG_PROMPT)
             assert chain.invoke(inputs, {"configurable": {"model": "other"}}) == "strict"
 
-    def test_a_conversation(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
-        """The history-aware retriever asks the model too; documents are found in whichever prompt they are."""
-        rephrase = ChatPromptTemplate([MessagesPlaceholder("chat_history"), ("human", "{input} Rephrase.")])
-        prompt = ChatPromptTemplate(
-            [("system", "Use:\n\n{context}"), MessagesPlaceholder("chat_history"), ("human", "{input}")]
-        )
-        retriever = create_history_aware_retriever(llm, WordRetriever(documents=documents), rephrase)
-        chain = create_retrieval_chain(retriever, create_cacheclip_documents_chain(llm, prompt))
-        history = [HumanMessage("Hello."), AIMessage("Good day.")]
-        recorder = Recorder()
-        for _ in range(2):
-            chain.invoke({"input": question, "chat_history": history}, {"callbacks": [recorder]})
-        assert found(recorder)[1] == (0, 2) and found(recorder)[3] == (2, 0)
-
 
 class Strict(BaseChatModel):
     """A model of another maker."""
@@ -245,13 +213,6 @@ class TestVectorStore:
         assert stored(llm, documents[:3]) == [False, True, True]
         index([], manager, store, **{**options, "cleanup": "full"})
         assert stored(llm, documents[:3]) == [False, False, False]
-
-    def test_another_text_under_the_same_id(
-        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
-    ) -> None:
-        store.add_documents([documents[0], documents[1]], ids=["a", "b"])
-        store.add_texts([documents[2].page_content], ids=["a"])
-        assert stored(llm, documents[:3]) == [False, True, True]
 
     async def test_asynchronously(
         self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
@@ -320,11 +281,6 @@ class TestCarriers:
         assert self.ask(llm, HumanMessage(content=[question, plain])) == (0, 1), "a document by its type"
         assert llm.engine.texts.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
 
-    def test_plain_text_blocks(self, llm: ChatCacheClip, chunks: list[str]) -> None:
-        blocks = [{"type": "text-plain", "text": chunks[0]}, {"type": "text", "text": "What is it?"}]
-        assert self.ask(llm, HumanMessage(content=blocks)) == (0, 1)
-        assert self.ask(llm, HumanMessage(f"{chunks[0]}\n\nWhat is it?")) == (1, 0)
-
     @pytest.mark.parametrize("wrap", [list, lambda found: {"documents": found}, lambda found: found[0]])
     def test_artifacts_of_tools(self, llm: ChatCacheClip, documents: list[Document], wrap: Any) -> None:
         document = documents[0]
@@ -335,12 +291,6 @@ class TestCarriers:
         ]
         assert self.ask(llm, *messages) == (0, 1)
         assert self.ask(llm, *messages) == (1, 0)
-
-    def test_additional_keywords(self, llm: ChatCacheClip, documents: list[Document]) -> None:
-        message = HumanMessage(
-            f"{documents[0].page_content} What?", additional_kwargs={"documents": [documents[0], 3, None]}
-        )
-        assert self.ask(llm, SystemMessage("Be brief."), message) == (0, 1)
 
     def test_carried_but_not_in_the_prompt(self, llm: ChatCacheClip, documents: list[Document]) -> None:
         message = HumanMessage("What?", additional_kwargs={"documents": documents})
@@ -370,24 +320,3 @@ class TestTextModel:
         reused = [info["gen_ai.usage.cache_read.input_tokens"] for info in infos]
         assert reused == [info["cacheclip"]["reused_tokens"] for info in infos] and all(reused)
         assert usage["prompt_tokens_details"] == {"cached_tokens": sum(reused)}
-
-    def test_options_and_fields(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
-        prompt = f"{chunks[0]}\n\nWhat?"
-        result = text_llm.generate([prompt], documents=[chunks[0]], max_tokens=2, stop=["\n\n\n"])
-        info = result.generations[0][0].generation_info
-        assert info["cacheclip"]["misses"] == 1 and info["cacheclip"]["generated_tokens"] <= 2
-        with pytest.raises(ConfigurationError, match="unknown call option"):
-            text_llm.invoke(prompt, colour="red")
-        with pytest.raises(ConfigurationError, match="unknown field"):
-            CacheClipLLM(colour="red")
-        assert text_llm._identifying_params["model_name"] == text_llm.primary
-
-    def test_in_the_documents_chain(self, text_llm: CacheClipLLM, documents: list[Document]) -> None:
-        prompt = PromptTemplate.from_template("{context}\n\n{input}")
-        chain: Runnable[Any, Any] = create_cacheclip_documents_chain(text_llm, prompt)
-        assert chain.invoke({"context": documents[:2], "input": "What?"})
-        assert stored_texts(text_llm, documents[:3]) == [True, True, False]
-
-
-def stored_texts(llm: CacheClipLLM, documents: list[Document]) -> list[bool]:
-    return [llm.engine.is_stored(document.page_content) for document in documents]

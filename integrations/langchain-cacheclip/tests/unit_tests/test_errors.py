@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from adapter_cases import FEW, OTHERS, OURS, in_loop, raised
 from langchain_cacheclip import CacheClipLLM as TextCacheClip, ChatCacheClip
-from langchain_cacheclip.base import ContextTooLongError
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.prebuilt import ToolNode
 
-from cacheclip_rag import PromptTooLongError
 from cacheclip_rag.testing import fake_models, fake_of
 
 
@@ -56,9 +54,3 @@ class TestLangChain:
         for error in FEW:
             fake_of(chat.engine).error = error
             raised(error, lambda: graph.compile().invoke({"messages": [call]}))
-
-
-def test_too_long_is_langchains_error_too(chat: ChatCacheClip) -> None:
-    fake_of(chat.engine).error = PromptTooLongError("it failed")
-    with pytest.raises(ContextTooLongError, match="it failed"):
-        chat.invoke("How many?")

@@ -40,7 +40,6 @@ from cacheclip_rag.testing import FakeRuntime, Latch, fake_models, fake_of
 from cacheclip_rag.testing.plugin import CHUNKS
 
 TOO_LONG = "word " * 5000
-OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
 
 
 @pytest.fixture
@@ -327,14 +326,6 @@ class TestOrder:
         said = [record.getMessage() for record in caplog.records if "not precomputed" in record.getMessage()]
         assert len(said) == 1 and "node-1" in said[0]
 
-    async def test_a_bad_document_is_skipped_in_async_calls(
-        self, llm: ChatCacheClip, documents: list[Document], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        given = [Document(TOO_LONG, id="giant"), documents[0]]
-        await CacheClipDocumentTransformer(llm).atransform_documents(given)
-        assert stored(llm, documents) == [True, False, False, False] and "giant" in caplog.text
-        assert llm.engine.release(sources=["giant"]) == 0
-
     async def test_an_older_text_stays_until_the_new_one_is_there(
         self,
         store: CacheClipVectorStore,
@@ -514,11 +505,6 @@ class TestPlan:
         store.add_documents(documents)
         assert plan.bytes == llm.engine.store.stats().bytes - before.bytes
         assert store.plan(documents).computed == 0
-
-    def test_for_the_models_method(self, make: Callable[..., ChatCacheClip], documents: list[Document]) -> None:
-        over_memory(make()).add_documents(documents)
-        assert over_memory(make()).plan(documents).computed == 0
-        assert over_memory(make(method="block")).plan(documents).computed == len(documents)
 
     def test_of_a_document_too_long(self, store: CacheClipVectorStore) -> None:
         with pytest.raises(ContextOverflowError, match="Split the document"):

@@ -75,12 +75,6 @@ class TestLangChain:
         assert [c["args"] for c in whole.tool_calls] == [{"query": "fenêtre"}] and whole.content == "Let me see.\n"
         assert sum(bool(part.tool_call_chunks) for part in parts) == 1  # type: ignore[attr-defined]
 
-    async def test_several_calls_have_their_places(self, chat: ChatCacheClip) -> None:
-        fake_of(chat.engine).says = [f"{CALL}\n{CALL}"]
-        parts = [part async for part in chat.bind_tools([search]).astream("Where?")]
-        chunks = [chunk for part in parts for chunk in part.tool_call_chunks]  # type: ignore[attr-defined]
-        assert [chunk["index"] for chunk in chunks] == [0, 1] and chunks[0]["id"] != chunks[1]["id"]
-
     async def test_one_call_at_most(self, chat: ChatCacheClip) -> None:
         bound = chat.bind_tools([search], parallel_tool_calls=False)
         fake_of(chat.engine).says = [f"{CALL}\n{CALL}"] * 3
@@ -91,11 +85,6 @@ class TestLangChain:
         assert len((await bound.ainvoke("Where?")).tool_calls) == 1  # type: ignore[attr-defined]
         fake_of(chat.engine).says = [f"{CALL}\n{CALL}"]
         assert len(chat.bind_tools([search], parallel_tool_calls=True).invoke("Where?").tool_calls) == 2  # type: ignore[attr-defined]
-
-    def test_without_tools_a_call_is_text(self, chat: ChatCacheClip) -> None:
-        fake_of(chat.engine).says = [CALL]
-        message = chat.invoke("Where?")
-        assert message.content == CALL and not message.tool_calls  # type: ignore[attr-defined]
 
     def test_choices(self, chat: ChatCacheClip) -> None:
         with pytest.raises(ConfigurationError, match="no tool 'find'"):
@@ -151,22 +140,13 @@ class TestLangChain:
             assert answered.response_metadata["cacheclip"]["hits"] == 2
 
     @pytest.mark.parametrize("strategy", ["plain", "provider", "tool"])
-    @pytest.mark.parametrize("with_tools", [False, True])
-    def test_an_agents_response_format(self, settings: dict[str, Any], strategy: str, with_tools: bool) -> None:
+    def test_an_agents_response_format(self, settings: dict[str, Any], strategy: str) -> None:
         from langchain.agents import create_agent
         from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 
         wanted = {"plain": Keeper, "provider": ProviderStrategy(Keeper), "tool": ToolStrategy(Keeper)}[strategy]
-        agent = create_agent(ChatCacheClip(**settings), [search] if with_tools else [], response_format=wanted)
-        asked = {"messages": [("user", "Who?")]}
-        if not with_tools:
-            assert isinstance(agent.invoke(asked)["structured_response"], Keeper)
-            return
-        # which of the two this tiny model writes is chance: each is one that the agent can read
-        first = next(iter(agent.stream(asked)))["model"]
-        (message, *_) = first["messages"]
-        called = {call["name"] for call in message.tool_calls}
-        assert called <= {"search", "Keeper"} and (called or isinstance(first["structured_response"], Keeper))
+        agent = create_agent(ChatCacheClip(**settings), [], response_format=wanted)
+        assert isinstance(agent.invoke({"messages": [("user", "Who?")]})["structured_response"], Keeper)
 
     def test_with_tools_an_agent_calls_them_before_it_answers(self, chat: ChatCacheClip) -> None:
         """A response format does not keep the model from its tools."""
@@ -190,13 +170,6 @@ class TestLangChain:
                 ask()
         with pytest.raises(ModelError, match="cut off"):
             await cut.ainvoke("Who?")
-
-    def test_the_profile(self, settings: dict[str, Any], tiny_models: dict[str, str]) -> None:
-        assert ChatCacheClip(**settings).profile == {
-            **{"text_inputs": True, "text_outputs": True, "image_inputs": False},
-            **{"max_input_tokens": 4096, "structured_output": True, "tool_calling": True},
-        }
-        assert not ChatCacheClip(primary=tiny_models["llama"]).profile["tool_calling"]
 
     @pytest.mark.parametrize("asked", [{"type": "json_schema"}, {"type": "magic"}, Keeper, 3])
     def test_a_response_format_that_is_none(self, chat: ChatCacheClip, asked: Any) -> None:
