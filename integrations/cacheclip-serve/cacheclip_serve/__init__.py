@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .access import Access as Access, Caller as Caller, check_origins as check_origins, read_tenants as read_tenants
     from .app import Limits as Limits
     from .backend import ModelCard as ModelCard, ServedQuestion as ServedQuestion, ServingBackend as ServingBackend
+    from .background import in_background as in_background
     from .bodies import Bodies as Bodies, check_host as check_host
     from .bounds import check_counts as check_counts
     from .connections import KEEP_S as KEEP_S, timed as timed
@@ -54,6 +55,7 @@ __getattr__, __all__ = late_names(
         "access": "Access Caller check_origins read_tenants",
         "app": "Limits",
         "backend": "ModelCard ServedQuestion ServingBackend",
+        "background": "in_background",
         "bodies": "Bodies check_host",
         "bounds": "check_counts",
         "connections": "KEEP_S timed",

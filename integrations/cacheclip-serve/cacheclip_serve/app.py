@@ -23,6 +23,7 @@ from cacheclip_rag import Answer, Event
 
 from .access import API_KEY, Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
+from .background import in_background
 from .bodies import Bodies, check_host
 from .bounds import check_counts
 from .counters import Counters
@@ -281,7 +282,9 @@ class App:
         least = body.field.min_confidence
         seeded = [options.with_options({"seed": seed}) for seed in body.seeds]
         questions = [
-            ServedQuestion(prompt, tenant, each, least, body.one_call) for prompt in body.prompts for each in seeded
+            ServedQuestion(prompt, tenant, each, least, body.one_call, in_background(body.field.background, prompt))
+            for prompt in body.prompts
+            for each in seeded
         ]
         return _Asked(stated, body, questions, written.ignored)
 
@@ -315,7 +318,8 @@ class App:
         began = time.perf_counter()
         for number, question in enumerate(questions):
             needed = self.backend.kv_bytes(question)
-            async with self._queue.place(question.tenant, needed, goes_on=number > 0) as started:
+            how = {"goes_on": number > 0, "in_background": question.in_background}
+            async with self._queue.place(question.tenant, needed, **how) as started:
                 waited_s = time.perf_counter() - began
                 async with aclosing(self.backend.answer(question)) as events:
                     async for event in events:

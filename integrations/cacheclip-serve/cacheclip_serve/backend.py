@@ -24,6 +24,8 @@ class ServedQuestion:
     """The client's least confidence of the first token."""
     one_call: bool = False
     """Whether calls of tools after the first are left out."""
+    in_background: bool = False
+    """Whether it waits behind other questions."""
 
 
 @dataclass(frozen=True, slots=True)

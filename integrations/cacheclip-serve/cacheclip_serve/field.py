@@ -49,11 +49,13 @@ class CacheClipField(BaseModel):
     """``none``, ``verify`` or ``revise``."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
+    background: bool | None = None
+    """Whether the answer waits behind others; default for Open WebUI's titles, tags and follow-up questions."""
     tenant: Annotated[str | None, _checked(check_namespace)] = None
     """Tenant whose chunks are used; the request's API key must allow it."""
 
     def call_options(self) -> CallOptions:
-        """What the field says of a call, but for tenant and confidence."""
+        """What the field says of a call, but for tenant, confidence and background."""
         return CallOptions(
             method=self.method,
             recompute_ratio=self.ratio,

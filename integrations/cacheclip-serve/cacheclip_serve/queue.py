@@ -22,6 +22,8 @@ _MOST_STARTING = 4
 tenant that asks fill the engine's queue, in which tenants are not told apart."""
 _SHARE_OF_ONE = 0.75
 """Share of the KV that one of several tenants may hold."""
+_BACKGROUND = 4
+"""For so many questions that may start at once, one may be answered in the background."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +32,7 @@ class Place:
 
     tenant: str
     num_bytes: int
+    in_background: bool = False
     given: asyncio.Future[None] | None = None
     """None: it never waited."""
     is_starting: bool = True
@@ -38,7 +41,8 @@ class Place:
 class Queue:
     """Places for questions, by the KV that their answers hold. Tenants are served in turn, and the questions of one
     tenant in the order in which they came. A tenant that floods the server fills its own waiting places only, and never
-    the last running one. Used by one event loop."""
+    the last running one. Questions in the background are served in the same way, but few at once, and none begins
+    while another question waits, or waits for its first token. Used by one event loop."""
 
     most_bytes: float = math.inf
     """Bytes of KV that running answers may hold together. An answer that needs more runs alone."""
@@ -54,6 +58,8 @@ class Queue:
         """Of running answers."""
         self._waiting: dict[str, deque[Place]] = {}
         """Tenants with waiting questions, the next one first."""
+        self._behind: dict[str, deque[Place]] = {}
+        """The same for questions in the background."""
         self._seconds = 1.0
         """Of an answer: a mean in which later ones count more."""
 
@@ -63,17 +69,17 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, (*self._waiting.values(), *self._behind.values())))
 
     @asynccontextmanager
     async def place(
-        self, tenant: str, num_bytes: int = 0, *, goes_on: bool = False
+        self, tenant: str, num_bytes: int = 0, *, goes_on: bool = False, in_background: bool = False
     ) -> AsyncIterator[Callable[[], None]]:
         """The place of one answer that needs so much KV. Gives a function to be called when its first token is there.
         Raises QueueFull: too many of the tenant's wait already (429, with ``Retry-After``), unless the answer is the
         next one of a request that ``goes_on``, whose answers so far would be lost."""
-        place = Place(tenant, num_bytes)
-        if self._may_run(place) and all(map(self._is_at_its_limit, self._waiting)):
+        place = Place(tenant, num_bytes, in_background)
+        if self._may_run(place) and all(map(self._is_at_its_limit, self._line(place))):
             self._places.append(place)
         else:
             await self._wait(place, goes_on)
@@ -94,7 +100,15 @@ class Queue:
         held = sum(place.num_bytes for place in own)
         return self._is_shared and held > _SHARE_OF_ONE * self.most_bytes
 
+    def _line(self, place: Place) -> dict[str, deque[Place]]:
+        return self._behind if place.in_background else self._waiting
+
     def _may_run(self, place: Place) -> bool:
+        if place.in_background:
+            behind = sum(other.in_background for other in self._places)
+            is_full = behind >= max(1, self._most_starting // _BACKGROUND)
+            if is_full or self._waiting or any(other.is_starting for other in self._places):
+                return False
         if self._is_at_its_limit(place.tenant) or self.running >= self._most_running:
             return False
         if sum(other.is_starting for other in self._places) >= self._most_starting:
@@ -104,10 +118,10 @@ class Queue:
 
     async def _wait(self, place: Place, goes_on: bool) -> None:
         """Wait until :meth:`_give` takes the place."""
-        tenant = place.tenant
-        waiting = self._waiting.setdefault(tenant, deque())
+        tenant, line = place.tenant, self._line(place)
+        waiting = line.setdefault(tenant, deque())
         if len(waiting) >= self._most_waiting and not goes_on:
-            self._check_empty(tenant)
+            _check_empty(line, tenant)
             seconds = max(1, math.ceil(self._seconds))
             running = sum(other.tenant == tenant for other in self._places)
             raise QueueFull(
@@ -127,7 +141,7 @@ class Queue:
                 self._leave(place)  # it left when it had just got its place
             elif place in waiting:
                 waiting.remove(place)
-                self._check_empty(tenant)
+                _check_empty(line, tenant)
                 self._give()  # perhaps it stood before others
             raise
 
@@ -141,22 +155,28 @@ class Queue:
         self._give()
 
     def _give(self) -> None:
-        """Give what is free to those who wait, one tenant after the other. Nobody overtakes a question that waits for
+        """Give what is free to those who wait, and what nobody wants to those in the background."""
+        for line in (self._waiting, self._behind):
+            self._give_to(line)
+
+    def _give_to(self, line: dict[str, deque[Place]]) -> None:
+        """Give what is free to those in a line, one tenant after the other. Nobody overtakes a question that waits for
         more KV than is free: it would wait for ever."""
-        while (tenant := next((each for each in self._waiting if not self._is_at_its_limit(each)), None)) is not None:
-            waiting = self._waiting[tenant]
+        while (tenant := next((each for each in line if not self._is_at_its_limit(each)), None)) is not None:
+            waiting = line[tenant]
             place = waiting[0]
             assert place.given is not None, "who waits has a future"
             if not place.given.done() and not self._may_run(place):
                 return
             waiting.popleft()
-            del self._waiting[tenant]
+            del line[tenant]
             if waiting:
-                self._waiting[tenant] = waiting  # behind the others
+                line[tenant] = waiting  # behind the others
             if not place.given.done():  # else it has just left
                 self._places.append(place)
                 place.given.set_result(None)
 
-    def _check_empty(self, tenant: str) -> None:
-        if not self._waiting.get(tenant, True):
-            del self._waiting[tenant]
+
+def _check_empty(line: dict[str, deque[Place]], tenant: str) -> None:
+    if not line.get(tenant, True):
+        del line[tenant]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from cacheclip_serve import Access, Server, TransformersBackend
+from cacheclip_serve import Access, Queue, Server, TransformersBackend
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 
@@ -74,6 +75,47 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came to this"
         time.sleep(0.005)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Questions:
+    """Questions of tenants: who runs, in the order in which they got their place."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.started, self.ended = queue, list[str](), set[str]()
+        self._begun = dict[str, Callable[[], None]]()
+        self._ends = dict[str, asyncio.Event]()
+        self._tasks = dict[str, asyncio.Task[None]]()
+
+    def ask(self, *names: str, num_bytes: int = 0, in_background: bool = False) -> None:
+        """``a1`` is a question of tenant ``a``."""
+        for name in names:
+            self._ends[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._run(name, num_bytes, in_background))
+
+    async def _run(self, name: str, num_bytes: int, in_background: bool) -> None:
+        async with self.queue.place(name[0], num_bytes, in_background=in_background) as begun:
+            self.started.append(name)
+            self._begun[name] = begun
+            await self._ends[name].wait()
+
+    async def first_token(self, name: str) -> None:
+        self._begun[name]()
+        await settle()
+
+    async def end(self, name: str) -> None:
+        self.ended.add(name)
+        self._ends[name].set()
+        await self._tasks[name]
+        await settle()
+
+    async def leave(self, name: str) -> None:
+        self._tasks[name].cancel()
+        await settle()
 
 
 HALVES = {

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,50 +20,9 @@ from cacheclip_serve.bodies import Bodies
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.queue import Queue, QueueFull
 from cacheclip_serve.transformers import TransformersBackend
-from serve_cases import HALVES, Served, running, until, wait_for_the_end
+from serve_cases import HALVES, Questions, Served, running, settle, until, wait_for_the_end
 
 from cacheclip_rag import EngineConfig, Event
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-class Questions:
-    """Questions of tenants: who runs, in the order in which they got their place."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.queue, self.started, self.ended = queue, list[str](), set[str]()
-        self._begun = dict[str, Callable[[], None]]()
-        self._ends = dict[str, asyncio.Event]()
-        self._tasks = dict[str, asyncio.Task[None]]()
-
-    def ask(self, *names: str, num_bytes: int = 0) -> None:
-        """``a1`` is a question of tenant ``a``."""
-        for name in names:
-            self._ends[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._run(name, num_bytes))
-
-    async def _run(self, name: str, num_bytes: int) -> None:
-        async with self.queue.place(name[0], num_bytes) as begun:
-            self.started.append(name)
-            self._begun[name] = begun
-            await self._ends[name].wait()
-
-    async def first_token(self, name: str) -> None:
-        self._begun[name]()
-        await settle()
-
-    async def end(self, name: str) -> None:
-        self.ended.add(name)
-        self._ends[name].set()
-        await self._tasks[name]
-        await settle()
-
-    async def leave(self, name: str) -> None:
-        self._tasks[name].cancel()
-        await settle()
 
 
 class TestQueue:

@@ -33,6 +33,7 @@ from cacheclip_serve import (
     check_host,
     drop_optional_tools,
     error_body,
+    in_background,
     read_json,
     timed,
 )
@@ -288,7 +289,9 @@ class CacheClip:
         async with AsyncExitStack() as held:
             if self._places is not None:
                 came = time.perf_counter()
-                await _unless_left(held.enter_async_context(self._places.place(tenant, _sequences(body))), leaving)
+                behind = in_background(field.background, body.get("messages"))
+                place = self._places.place(tenant, _sequences(body), in_background=behind)
+                await _unless_left(held.enter_async_context(place), leaving)
                 way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cacheclip_serve import EmbeddingService, bodies, connections
+from cacheclip_serve import EmbeddingService, Queue, bodies, connections
 from cacheclip_serve.connections import KEEP_S
 from cacheclip_vllm.middleware import CacheClip
 from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
@@ -991,6 +992,21 @@ def test_embeddings_are_ours(config: EngineConfig, served: Served, monkeypatch: 
         assert found.inner.paths == []
     refused = served.client.post("/v1/embeddings", json={"input": "a"})
     assert refused.status_code == 404 and "[serve]" in refused.json()["error"]["message"]
+
+
+def test_titles_wait_behind_questions(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    place = Queue.place
+
+    def noted(self: Queue, *arguments: Any, **options: Any) -> Any:
+        seen.append(options.get("in_background"))
+        return place(self, *arguments, **options)
+
+    monkeypatch.setattr(guarded.middleware._places, "place", partial(noted, guarded.middleware._places))
+    title = "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history."
+    for content, fields in ((title, {}), (PROMPT, {}), (PROMPT, {"cacheclip": {"background": True}})):
+        assert guarded.ask(content, key=NORTH, **fields).status_code == 200
+    assert seen == [True, False, True]
 
 
 class TestNamesAndTools:
