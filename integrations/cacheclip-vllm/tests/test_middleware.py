@@ -1004,8 +1004,8 @@ def test_titles_wait_behind_questions(guarded: Served, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(guarded.middleware._places, "place", partial(noted, guarded.middleware._places))
     title = "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history."
-    for content, fields in ((title, {}), (PROMPT, {}), (PROMPT, {"cacheclip": {"background": True}})):
-        assert guarded.ask(content, key=NORTH, **fields).status_code == 200
+    for content, more in ((title, {}), (PROMPT, {}), (PROMPT, {"cacheclip": {"background": True}})):
+        assert guarded.ask(content, key=NORTH, **more).status_code == 200
     assert seen == [True, False, True]
 
 
