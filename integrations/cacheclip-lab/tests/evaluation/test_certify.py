@@ -33,11 +33,9 @@ from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.selection.heads import HeadSet
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
@@ -96,7 +94,7 @@ class TestExactness:
 
     @pytest.mark.parametrize(
         ("primary", "dtype"),
-        [("llama", "float32"), ("llama", "bfloat16"), ("qwen2-rope-yarn", "float32"), ("smollm3", "float32")],
+        [("llama", "bfloat16"), ("qwen2-rope-yarn", "float32")],
         indirect=["primary"],
     )
     def test_twin_keys_moved_to_wrong_positions(
@@ -146,7 +144,7 @@ class TestExactness:
 class TestHalfPrecision:
     @pytest.mark.parametrize(
         ("primary", "dtype"),
-        [("llama", "bfloat16"), ("qwen2-sliding", "bfloat16"), ("gemma3", "bfloat16"), ("llama", "float16")],
+        [("gemma3", "bfloat16"), ("llama", "float16")],
         indirect=["primary"],
     )
     def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
@@ -270,14 +268,7 @@ class TestCertify:
 
         return ask
 
-    @pytest.mark.parametrize(
-        "setting",
-        [
-            *("device", "auxiliary_device", "torch", "transformers", "cacheclip_rag", "backend", "dtype", "codec"),
-            *("auxiliary_codec", "auxiliary_heads_sha256", "auxiliary_sha256", "primary_tokenizer_sha256"),
-            *("system_prompt", "prefix_cache_bytes"),
-        ],
-    )
+    @pytest.mark.parametrize("setting", ["backend", "auxiliary_heads_sha256", "primary_tokenizer_sha256", "codec"])
     def test_answers_of_other_settings_make_no_promise(
         self, config: EngineConfig, kept: Callable[..., Path], setting: str
     ) -> None:
@@ -296,8 +287,6 @@ class TestCertify:
         ("changes", "named"),
         [
             ({"system_prompt": "Answer as a pirate."}, "system_prompt is 'Answer as a pirate.'"),
-            ({"prefix_cache_bytes": 0}, "prefix_cache_bytes is 0"),
-            ({"codec": "int8"}, "codec is 'int8'"),
             ({"chunk_context": "passages"}, "chunk_context_sha256 is"),
         ],
     )
@@ -308,18 +297,6 @@ class TestCertify:
         with pytest.raises(ConfigurationError) as error:
             certify(config, quick=True, max_differ=0.1, answers=folder)
         assert named in str(error.value) and "Run cacheclip eval" in str(error.value)
-
-    def test_answers_with_other_heads_make_no_promise(
-        self, config: EngineConfig, kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = CacheClipEngine(config)
-        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
-        other = HeadSet(sha256, ((0, 1), (1, 1)), torch.tensor([0.5, 0.5]))
-        with monkeypatch.context() as patched:
-            patched.setattr("cacheclip_rag.selection.engine_head_sets.find_head_set", lambda *_: other)
-            folder = kept()
-        with pytest.raises(ConfigurationError, match=f"and there auxiliary_heads_sha256 is '{other.digest()}'. Run"):
-            certify(config, quick=True, max_differ=0.1, answers=folder)
 
     @pytest.mark.parametrize(
         ("changes", "named"), [({"min_confidence": 0.9}, "min_confidence is 0.9"), ({"correction": 0.25}, "0.25")]
@@ -406,19 +383,10 @@ class TestCertify:
         found = certify(replace(config, min_confidence=1.0), quick=True)
         assert [row.effective_ratio for row in found.ratios] == pytest.approx([0.0, 0.2], abs=0.01)
 
-    def test_it_covers_the_same_method_with_a_gate(self, config: EngineConfig) -> None:
-        engine = CacheClipEngine(config)
-        plain, gated = (replace(engine.make_method(), min_confidence=least) for least in (0.0, 0.5))
-        assert engine.parts.certificates.identity(plain) == engine.parts.certificates.identity(gated)
-
     def test_method_without_a_ratio(self, config: EngineConfig) -> None:
         certificate = certify(replace(config, method="direct"), quick=True)
         assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
         assert certificate.auxiliary is None and certificate.identity.auxiliary_sha256 is None
-
-    def test_layers_that_only_choose_are_charged(self, config: EngineConfig) -> None:
-        row = certify(replace(config, method="cacheblend"), quick=True).ratios[0]
-        assert row.charged_ratio is not None and row.charged_ratio > row.effective_ratio + 0.2
 
     def test_saved_it_covers_an_engine(self, config: EngineConfig, tmp_path: Path) -> None:
         certify(replace(config, recompute_ratio=1.0), quick=True).save()
@@ -447,12 +415,6 @@ class TestCertify:
             certify(replace(config, method="full"))
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
-
-    def test_chunks_encoded_in_their_own_way(self, config: EngineConfig) -> None:
-        """The checks are of reuse as such; the method's figures are of the chunk caches it would use."""
-        certificate = certify(config, method=preset("block"), quick=True)
-        assert certificate.exactness["passed"] and certificate.identity.method == "block"
-        assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
 
     def test_prompts_that_were_not_reused_certify_nothing(
         self, config: EngineConfig, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -491,10 +453,6 @@ class TestCommand:
         value = json.loads(line)
         assert value["verdict"] == "exact" and Path(value["path"]).is_file()
         assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
-
-    def test_turns_are_measured_with_transformers_only(self, arguments: list[str]) -> None:
-        result = CliRunner().invoke(app, [*arguments, "--turns", "2", "--backend", "vllm"])
-        assert isinstance(result.exception, ConfigurationError) and "leave out --turns" in str(result.exception)
 
     def test_found_wanting_is_exit_code_1(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "160")

@@ -24,14 +24,12 @@ from cacheclip_lab.evaluation.tables import notes
 from typer.testing import CliRunner
 
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.measuring import known_kv
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
-from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.prompt.segments import Chunk, Fresh
 from cacheclip_rag.runtime.transformers.text import TextModel
@@ -161,15 +159,6 @@ class TestRun:
         with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked. question q9: the prompt"):
             lab(config, records=[long]).run()
 
-    def test_methods_that_learn_have_had_an_earlier_prompt(self, config: EngineConfig) -> None:
-        system_prompt = (
-            "Read the passages and answer, in as few words as you can, what is asked at the end of them all."
-        )
-        config = replace(config, system_prompt=system_prompt)
-        found = summarise(lab(config, methods=["prefix", "direct"]).run())["methods"]
-        assert found["prefix"]["effective_ratio"] < 1.0 and found["prefix"]["kl_to_full"] < 1e-6
-        assert [label for label, row in found.items() if row["learns"]] == ["prefix"]
-
     def test_a_prompt_is_never_measured_after_itself(self, config: EngineConfig) -> None:
         alone = [replace(one, chunks=one.chunks[:1]) for one in RECORDS[:1]]
         found = summarise(lab(config, records=alone, methods=["prefix"]).run())["methods"]
@@ -215,11 +204,6 @@ class TestGoldAnswer:
             assert found["q0"] == pytest.approx(sum(found[text] for text in answers) / 3, abs=1e-5)
             assert found["any"] == pytest.approx(found[answers[0]], abs=1e-6)
 
-    def test_is_taken_in_float32(self, config: EngineConfig) -> None:
-        [item] = lab(replace(config, dtype="bfloat16"), records=RECORDS[:1], methods=[]).run().items
-        gold = torch.tensor(item.fidelity["gold_logprob"])
-        assert gold.item() != gold.bfloat16().item(), "more digits than bfloat16 has"
-
 
 class TestBadRecords:
     def test_what_cannot_be_asked_is_left_out(self, config: EngineConfig) -> None:
@@ -247,17 +231,6 @@ class TestBadRecords:
         monkeypatch.setitem(METRICS, "f1", absent)
         with pytest.raises(MissingExtraError, match="pip install"):
             lab(config, methods=["direct"]).run()
-
-    def test_an_answer_ends_with_the_context(self, config: EngineConfig) -> None:
-        engine = CacheClipEngine(config)
-        asked = ask(engine, record(0, max_tokens=10**6))
-        context = engine.primary.context_tokens
-        prefilled = engine.prefill(asked.segments, method=Full())
-        engine.primary.context_tokens = len(prefilled.layout.ids) + 5
-        try:
-            assert len(Reference.of(engine, prefilled, asked.max_tokens).ids) <= 5
-        finally:
-            engine.primary.context_tokens = context
 
 
 class TestMethodsThatFail:
@@ -351,12 +324,6 @@ class TestResume:
                 outcomes.append("refused" if "correction of mine@0.2 is 0.5 there" in str(error) else str(error))
         assert outcomes == ["ran", "refused", "ran"]
 
-    def test_methods_may_be_added(self, config: EngineConfig, tmp_path: Path) -> None:
-        lab(config, tmp_path / "run", methods=["direct"]).run()
-        comparison = lab(config, tmp_path / "run", methods=["direct", "epic"]).run()
-        assert {run.label for run in comparison.runs} == {"full", "direct", "epic@0.2", "epic@1"}
-        assert len(comparison.items) == 3 * 4
-
     def test_questions_may_be_added_and_left_out(self, config: EngineConfig, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         lab(config, folder, RECORDS[:2], ["direct"]).run()
@@ -377,16 +344,6 @@ class TestResume:
         with pytest.raises(ConfigurationError, match=message):
             lab(config, folder, changed, ["direct"]).run()
         lab(config, folder, [changed[0], changed[2]], ["direct"]).run()
-
-    def test_other_settings_are_named_with_both_values(self, config: EngineConfig, tmp_path: Path) -> None:
-        lab(config, tmp_path / "run", methods=["direct"]).run()
-        other = replace(config, system_prompt="Else.", codec="float16")
-        with pytest.raises(ConfigurationError) as error:
-            lab(other, tmp_path / "run", methods=["direct"]).run()
-        assert (
-            "codec is 'float32' there and 'float16' now; system_prompt is 'Read and answer.' there and 'Else.' now"
-            in (str(error.value))
-        )
 
     @pytest.mark.parametrize("name", ["codec", "transformers", "auxiliary_sha256", "prefix_cache_bytes", "methods"])
     def test_settings_that_were_not_recorded_are_another_ones(
@@ -451,15 +408,6 @@ class TestResume:
         comparison = lab(config, tmp_path / "run", RECORDS[:2], ["direct"]).run()
         assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
         assert comparison.settings["date"] == "28 Feb 2031"
-
-    def test_passages_that_chunks_stand_behind_must_be_the_same(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = replace(config, chunk_context="passages")
-        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
-        monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
-        with pytest.raises(ConfigurationError, match="chunk_context_sha256 of direct is '.*' there"):
-            lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
     def test_another_machine_is_told_not_refused(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -643,21 +591,6 @@ class TestCommand:
             "full",
             "direct",
         ]
-
-    def test_several_files_are_one_comparison(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        other = tmp_path / "other, too.jsonl"
-        lines = gzip.decompress(dataset.read_bytes()).decode().splitlines()[:2]
-        other.write_text("\n".join(line.replace('"task": "tiny"', '"task": "small"') for line in lines))
-        options = (
-            "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct,ape", "--json",
-            "--limit", 2,
-        )  # fmt: skip
-        result = self.run("--dataset", dataset, "--dataset", other, *options)
-        assert result.exit_code == 0, result.output
-        summary = json.loads(result.stdout)
-        assert (summary["dataset"], summary["n"]) == ("tiny+other, too", 4)
-        assert {name: found["n"] for name, found in summary["tasks"].items()} == {"tiny": 2, "small": 2}
-        assert self.run("--dataset", f"{dataset},{dataset}", *options).exit_code != 0
 
     def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
         (tmp_path / "thesis").mkdir()

@@ -60,25 +60,9 @@ def test_a_gate_after_one_that_failed_shows_nothing() -> None:
     assert promise and promise.min_confidence == 0.9 and promise.cost == pytest.approx(0.5)
 
 
-def test_the_cheapest_ratio_is_taken() -> None:
-    runs = {
-        "clip@0.1": pairs_of(300, 1, ratio=0.1, wrong_at=0.9),
-        "clip@0.4": pairs_of(300, 1, ratio=0.4, wrong_at=0.1),
-    }
-    promise = promise_of(runs, 0.1)
-    assert promise and promise.label == "clip@0.4" and promise.cost < 0.5
-    alone = promise_of({"clip@0.1": runs["clip@0.1"]}, 0.1)
-    assert alone and alone.cost > promise.cost
-
-
 def test_a_gate_that_costs_as_much_as_full_prefill_is_none() -> None:
     pairs = [(item(n, "other", 0.5), item(n, "same", None)) for n in range(100)]
     assert promise_of({"clip": pairs}, 0.1) is None
-
-
-def test_a_lower_score_is_another_risk() -> None:
-    pairs = [(item(n, "other", 0.5), item(n, "same", None)) for n in range(100)]
-    assert promise_of({"clip": pairs}, 0.1, "loses")  # other words, as good
 
 
 @pytest.mark.parametrize(
@@ -105,10 +89,10 @@ def test_of_each_ratio_the_cheapest_gate_and_together_they_hold() -> None:
 def test_promises_are_seldom_broken(risk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with a wrong bound, the observed share itself, they are broken often."""
     runs = {"clip@0.2": pairs_of(400, 7), "clip@0.3": pairs_of(400, 8, ratio=0.3, wrong_at=0.5)}
-    found = broken_share(runs, 0.1, risk, resamplings=1000)
+    found = broken_share(runs, 0.1, risk, resamplings=400)
     assert found.made > 0.9 and found.broken <= 0.05
     monkeypatch.setattr(module, "_shows", lambda wrong, count, most, error: wrong <= most * count)
-    planted = broken_share(runs, 0.1, risk, resamplings=300)
+    planted = broken_share(runs, 0.1, risk, resamplings=150)
     assert planted.broken > 0.2 and planted.broken_on_others > 0.2
 
 

@@ -163,12 +163,6 @@ class TestSummary:
         assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0, **found}
         assert rows["clip 0.2"]["answerable_intervals"]["kl_to_full"] == list(paired_bootstrap([0.0, 0.25]))
 
-    def test_same_answers_where_full_is_right(self, unsure: Comparison) -> None:
-        found = summarise(unsure)
-        clip = found["methods"]["clip 0.2"]  # full is right on questions 1 and 4
-        assert (clip["answerable"]["equal_answers"], clip["answerable"]["first_token_agreement"]) == (0.5, 0.5)
-        assert clip["answerable_intervals"]["equal_answers"] == list(paired_bootstrap([1.0, 0.0]))
-
     @pytest.mark.parametrize(
         ("scores", "right"),
         [
@@ -247,23 +241,6 @@ class TestPairs:
         clip = summary["methods"]["clip 0.2"]
         assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
 
-    def test_equal_answers_and_first_tokens(self, comparison: Comparison) -> None:
-        """Shares of what the items say; no figure where none says it."""
-        names = ("first_token_agreement", "equal_answer")
-        said = {"q1": (1.0, 1.0), "q2": (1.0, 0.0), "q3": (0.0, 0.0), "q5": (1.0, 1.0)}
-        items = [
-            replace(one, fidelity={**one.fidelity, **dict(zip(names, said[one.id], strict=True))})
-            if one.label == "direct"
-            else one
-            for one in comparison.items
-        ]
-        summary = summarise(replace(comparison, items=items))
-        row = summary["methods"]["direct"]
-        assert (row["first_token_agreement"], row["equal_answers"]) == (0.75, 0.5)
-        assert row["equal_answers_interval"] == list(paired_bootstrap([1.0, 0.0, 0.0, 1.0]))
-        assert row["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 1.0, 0.0, 1.0]))
-        assert summary["methods"]["full"]["equal_answers"] is None
-
     def test_a_gate_takes_fulls_answer_where_the_method_is_unsure(self, unsure: Comparison) -> None:
         found = summarise(unsure)
         gate = {each["min_confidence"]: each for each in found["methods"]["clip 0.2"]["gate"]}
@@ -281,35 +258,6 @@ class TestPairs:
         assert gate[0.2]["charged_ratio"] == pytest.approx(0.25 + 0.5)
         row = next(cells for cells in gate_table(found)[1] if cells[:2] == ["clip 0.2", "0.05"])
         assert row[2:8] == ["25%", "0%", "3.250", "1.38x", "75.0% [25.0%, 100.0%]", "75.0% [25.0%, 100.0%]"]
-
-    def test_a_gate_completes_before_a_later_unsure_token(self, unsure: Comparison) -> None:
-        """Only what differs from full prefill no sooner than at the unsure token is full prefill's answer."""
-        later = {"q1": (0.15, 0.15), "q2": (None, None), "q3": (0.15, None), "q4": (0.15, 0.5)}
-        items = [
-            replace(one, later_confidence=later[one.id][0], confidence_to_difference=later[one.id][1])
-            if one.label == "clip 0.2"
-            else one
-            for one in unsure.items
-        ]
-        said = {one.id: one for one in items if one.label == "clip 0.2"}
-        gate = {
-            each["min_confidence"]: each
-            for each in summarise(replace(unsure, items=items))["methods"]["clip 0.2"]["gate"]
-        }
-        for least, each in gate.items():
-            first = {id_ for id_, one in said.items() if one.confidence is not None and one.confidence < least}
-            completed = {id_ for id_ in ("q1", "q3", "q4") if id_ not in first and least > 0.15}
-            rescued = {id_ for id_ in completed if later[id_][1] is not None and later[id_][1] < least}
-            equal = [id_ in first | rescued or one.fidelity["equal_answer"] == 1.0 for id_, one in said.items()]
-            assert each["completed_later"] == len(completed) / 4
-            assert each["equal_answers"] == sum(equal) / 4
-        assert gate[0.2]["completed_later"] > 0
-
-    def test_a_gate_does_not_look_at_answers_that_are_full_prefills(self, comparison: Comparison) -> None:
-        sure = {"q1": 0.6, "q2": None, "q3": 0.25, "q4": None}
-        items = [replace(one, confidence=sure[one.id]) if one.label == "clip 0.2" else one for one in comparison.items]
-        gate = summarise(replace(comparison, items=items))["methods"]["clip 0.2"]["gate"]
-        assert [each["full_prefills"] for each in gate] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
 
     def test_no_gate_without_confidences(self, summary: dict[str, Any]) -> None:
         assert all(row["gate"] == [] for row in summary["methods"].values())
@@ -383,11 +331,6 @@ class TestTables:
         assert shown("clip 0.2", "F1 where full is right") == "0.750 [0.500, 1.000]"
         assert shown("clip 0.2", "F1 / full") == "80.0%", "no interval: some draws are of question 3 only"
         assert shown("clip 0.2", "Agreement") == "0.875 [0.750, 1.000]"
-
-    def test_only_columns_with_figures(self, comparison: Comparison, summary: dict[str, Any]) -> None:
-        assert not any(column.title.startswith(("KL /", "Equal")) for column in table(summary)[0])
-        alone = summarise(only(comparison, "full"))
-        assert not any("KL" in column.title or column.title.endswith("- full") for column in table(alone)[0])
 
     def test_console(self, unsure: Comparison) -> None:
         questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
@@ -499,12 +442,6 @@ class TestPage:
         assert (page.count("script"), page.count("img")) == (0, 0)
         assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in text and bad not in text
         assert bad in page.text["td"]
-
-    def test_without_full_and_without_answers(self, comparison: Comparison) -> None:
-        alone = only(comparison, "direct")
-        assert order(to_html(alone, summarise(alone)))[0] == []
-        empty = replace(comparison, items=[])
-        assert Page(to_html(empty, summarise(empty))).count("img") == 0
 
 
 class TestFiles:
