@@ -42,16 +42,6 @@ class TestQueue:
             await asked.end(name)
         assert (asked.queue.running, asked.queue.waiting) == (0, 0)
 
-    async def test_a_single_tenant_has_all_places(self) -> None:
-        asked = Questions(Queue(3, 9))
-        asked.ask("a1", "a2", "a3", "a4")
-        await settle()
-        assert asked.started == ["a1", "a2", "a3"]
-        await asked.end("a2")
-        assert asked.started[3:] == ["a4"]
-        for name in ("a1", "a3", "a4"):
-            await asked.end(name)
-
     async def test_a_flood_fills_its_own_places_only(self) -> None:
         queue = Queue(2, 3, is_shared=True)
         asked = Questions(queue)
@@ -143,18 +133,6 @@ class TestQueue:
         assert asked.started[6:] == ["b3"]
         await asked.end("b3")
 
-    async def test_who_leaves_lets_those_behind_pass(self) -> None:
-        asked = Questions(Queue(32, 9))
-        asked.queue.most_bytes = 10
-        asked.ask("a1", num_bytes=4)
-        asked.ask("b1", num_bytes=7)
-        asked.ask("c1", num_bytes=1)
-        await settle()
-        await asked.leave("b1")
-        assert asked.started == ["a1", "c1"]
-        for name in ("a1", "c1"):
-            await asked.end(name)
-
     async def test_one_of_several_tenants_does_not_hold_all_memory(self) -> None:
         asked = Questions(Queue(32, 9, is_shared=True))
         asked.queue.most_bytes = 100
@@ -168,7 +146,7 @@ class TestQueue:
         for name in ("a1", "a2", "b1", "a3"):
             await asked.end(name)
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(8))
     async def test_any_order_of_arrivals_keeps_the_limits_and_starves_nobody(self, seed: int) -> None:
         drawn = random.Random(seed)
         queue = Queue(drawn.randint(1, 9), 99, is_shared=seed % 2 == 0)
@@ -329,12 +307,7 @@ class TestConnections:
         wait_for_the_end(brief.server.address, sent)
         assert brief.client.get("/health").status_code == 200
 
-    def test_half_a_next_request_is_closed(self, brief: Served) -> None:
-        with kept(brief) as connection:
-            connection.sendall(b"GE")
-            assert connection.recv(1) == b""
-
-    @pytest.mark.parametrize("blank", [b"\r\n", b"\n", b"\r\n\r\n", b"\r"])
+    @pytest.mark.parametrize("blank", [b"\r\n", b"\n"])
     def test_blank_lines_are_no_request(self, brief: Served, blank: bytes) -> None:
         """RFC 9112, 2.2: after a request, with it, and before the next one."""
         with kept(brief) as connection:
@@ -365,16 +338,6 @@ class TestConnections:
             first, *_ = [many.enter_context(kept(served)) for _ in range(20)]
             assert first.recv(1) == b"", "closed"
             ask_health(of_proxy)
-
-    def test_the_oldest_of_too_many(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connections, "_MOST_EXPECTING", 5)
-        with running(replace(config, store=None)) as served:
-            host, port = served.server.address.removeprefix("http://").split(":")
-            opened = [socket.create_connection((host, int(port)), timeout=20) for _ in range(20)]
-            assert opened[0].recv(1) == b"", "closed"
-            assert served.client.get("/health").status_code == 200
-            for each in opened:
-                each.close()
 
     def test_an_answer_takes_its_time(self, brief: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         step = brief.engine.primary.decode_step

@@ -43,10 +43,3 @@ def test_two_tokens_with_one_text() -> None:
     found = TokenLogprob("a", -1.0, (("a", -1.0), ("a", -2.0), ("b", -3.0)), b"a", (b"a", b"a", b"b"))
     (named,) = CompletionReply("m")._tokens([found])["top_logprobs"]
     assert named == {"a": -1.0, r"bytes:\x61": -2.0, "b": -3.0}
-
-
-def test_of_a_runtime_that_does_not_know() -> None:
-    found = TokenLogprob("\ufffd", -1.0, (("\ufffd", -1.0),))
-    (chat,) = ChatReply("m")._tokens([found])["content"]
-    assert chat["bytes"] is chat["top_logprobs"][0]["bytes"] is None
-    assert CompletionReply("m")._tokens([found])["tokens"] == ["\ufffd"]
