@@ -49,17 +49,18 @@ def test_ingest_again_does_nothing(cacheclip: Any, stored: Path) -> None:
     assert (result.json["unchanged"], result.json["computed"]) == (1, 0)
 
 
-def test_a_store_remembers_what_its_chunks_are_behind(
+def test_a_store_remembers_its_codec_and_what_its_chunks_are_behind(
     cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
 ) -> None:
     ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "context", *models)
-    passages = settings(tmp_path, 'chunk_context = "passages"')
+    passages = settings(tmp_path, 'chunk_context = "passages"\ncodec = "int8"')
     assert cacheclip(*ingest, *passages, "--json").json["computed"] > 0
     ask = ("ask", "Who was the last keeper?", "--store", tmp_path / "context", "--max-tokens", "2", "--json")
     stats = cacheclip(*ask).json["stats"]
     assert stats["fallback"] is None and stats["exact_tokens"] == 0 < stats["hits"]
-    other = cacheclip(*ingest, *settings(tmp_path, 'chunk_context = "prefix"'))
-    assert other.code == 2 and "chunk_context 'passages', not 'prefix'" in other.err
+    for name, own, given in (("chunk_context", "passages", "prefix"), ("codec", "int8", "float32")):
+        other = cacheclip(*ingest, *settings(tmp_path, f"{name} = {given!r}"))
+        assert other.code == 2 and f"{name} {own!r}, not {given!r}" in other.err
 
 
 def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
