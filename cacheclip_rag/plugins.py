@@ -16,7 +16,8 @@ A runtime that computes tokens only in the order of the prompt has the calls of 
 
 It takes from here, from the package itself (engine, settings, answers, errors), and from ``adapters``, ``guards``,
 ``measuring``, ``methods``, ``models``, ``planning``, ``runtime``, ``selection``, ``store`` and ``testing``. Everything
-else may change without a word. ``cacheclip_rag.testing.door`` tells whether a distribution keeps to that.
+else may change without a word. ``cacheclip_rag.testing.names_outside_the_door`` tells whether a
+distribution keeps to that.
 """  # noqa: E501
 
 from __future__ import annotations

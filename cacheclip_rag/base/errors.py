@@ -82,11 +82,11 @@ class MissingExtraError(CacheClipError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        how = f"Install it: pip install 'cacheclip-rag[{extra}]'"
+        how = f"pip install 'cacheclip-rag[{extra}]'"
         if _CLONE.is_file():
             here = f"./integrations/{_FOLDERS[extra]}" if extra in _FOLDERS else f".[{extra}]"
-            how = f"Install it in your clone of the repository: pip install -e '{here}'"
-        super().__init__(f"{what} is not installed. {how}")
+            how = f"pip install -e '{here}' in your clone of the repository, or {how} once the package is published"
+        super().__init__(f"{what} is not installed. Install it: {how}")
 
 
 class ModelError(CacheClipError):

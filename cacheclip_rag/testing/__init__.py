@@ -13,6 +13,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .backends import BackendConformance as BackendConformance
     from .command import CommandRun as CommandRun, run_without_torch as run_without_torch
+    from .door import names_outside_the_door as names_outside_the_door, names_taken as names_taken
     from .fake import (
         FakeRuntime as FakeRuntime,
         Latch as Latch,
@@ -43,6 +44,7 @@ __getattr__, __all__ = late_names(
     {
         "backends": "BackendConformance",
         "command": "CommandRun run_without_torch",
+        "door": "names_outside_the_door names_taken",
         "fake": "FakeRuntime Latch fake_models fake_of messages_of",
         "faults": "Broken Fault",
         "methods": "MethodConformance",

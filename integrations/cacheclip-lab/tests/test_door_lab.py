@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cacheclip_lab
 
-from cacheclip_rag.testing.door import names_outside_the_door, names_taken
+from cacheclip_rag.testing import names_outside_the_door, names_taken
 
 FOLDER = Path(cacheclip_lab.__file__).parent
 

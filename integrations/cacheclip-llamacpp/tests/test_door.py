@@ -11,7 +11,7 @@ import pytest
 from cacheclip_llamacpp.loader import GgufLoader
 
 from cacheclip_rag.models.load import loader_of
-from cacheclip_rag.testing.door import names_outside_the_door
+from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_names_from_public_modules_only() -> None:

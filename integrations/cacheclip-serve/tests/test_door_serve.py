@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cacheclip_serve
 
-from cacheclip_rag.testing.door import names_outside_the_door
+from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_it_takes_names_of_public_modules_only() -> None:

@@ -13,7 +13,7 @@ from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.storage.docstore import BaseDocumentStore
 
-from cacheclip_rag.testing.door import names_outside_the_door
+from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_it_takes_names_of_public_modules_only() -> None:

@@ -8,7 +8,7 @@ import langchain_cacheclip
 import pytest
 from adapter_cases import run_readme
 
-from cacheclip_rag.testing.door import names_outside_the_door
+from cacheclip_rag.testing import names_outside_the_door
 
 EXPECTED_ALL = [
     "CacheClipDocumentStore",
