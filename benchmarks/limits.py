@@ -304,7 +304,7 @@ def context_of(caches: Any) -> list[tuple[Any, Any]] | None:
     if not kv.shape[3]:
         return None
     cache = runtime.new_cache(kv.shape[3])
-    runtime.fill(cache, kv, slot=0, position=0)
+    cache.fill(kv, slot=0, position=0)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

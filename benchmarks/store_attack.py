@@ -195,7 +195,7 @@ def attack_read(args: argparse.Namespace, folder: Path) -> Result:
         return found
 
     def assembled(name: str) -> None:
-        runtime.fill(cache, checked(name), slot=0, position=100)
+        cache.fill(checked(name), slot=0, position=100)
 
     ways: dict[str, Callable[[str], object]] = {
         "plain": plain,

@@ -76,11 +76,12 @@ def same_numbers() -> None:
 def models_stay_as_they_are() -> Iterator[None]:
     """A test that changes a model which later tests share, and what the model made from the change, is found here."""
     yield
-    load = sys.modules.get("cacheclip_rag.models.load")
+    load, text = (sys.modules.get(f"cacheclip_rag.{name}") for name in ("models.load", "runtime.transformers.text"))
     for runtime in list(load._registry.values()) if load else ():
         kept = vars(runtime)
-        if "eos_ids" in kept and hasattr(runtime, "_find_eos_ids"):
-            assert kept["eos_ids"] == runtime._find_eos_ids(), f"{runtime.name} was left with other ends of a turn"
+        if text and isinstance(runtime, text.TextModel):
+            ends = text.eos_ids_of(runtime.model, runtime.tokenizer)
+            assert kept["eos_ids"] == ends, f"{runtime.name} was left with other ends of a turn"
             grammars = kept.get("_grammars")
             assert grammars is None or grammars._eos_ids == sorted(kept["eos_ids"]), f"grammars of {runtime.name}"
 

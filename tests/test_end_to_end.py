@@ -81,10 +81,10 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     def fused(rotten: int = 0) -> torch.Tensor:
         cache = runtime.new_cache(layout.num_tokens)
         pieces = [(0, caches.prefix_kv), *((span.start, stored_kv(caches, span)) for span in layout.chunks)]
-        runtime.fill_all(cache, pieces)
+        cache.fill_all(pieces)
         keep = [] if rotten == 0 else [layout.chunks[0]]
         if rotten:
-            runtime.fill(cache, pieces[1][1], slot=pieces[1][0], position=pieces[1][0] + rotten)
+            cache.fill(pieces[1][1], slot=pieces[1][0], position=pieces[1][0] + rotten)
         rows = choose_rows(known_kv(layout, keep), [])
         logits = runtime.run_slots(cache, layout.ids[rows], rows)
         assert logits is not None

@@ -99,8 +99,8 @@ class _FusedPass:
                 return None
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
             is_changed = kept is not plan and self.geometry is not None
-            cache.tables = self.runtime.tables_of(cache, torch.arange(layout.num_tokens))
-            fill = self.runtime.filling(cache, pieces)
+            cache.tables = cache.tables_of(torch.arange(layout.num_tokens))
+            fill = cache.filling(pieces)
 
             def write(layer: int) -> None:
                 with clock.phase("read", within="assemble"):

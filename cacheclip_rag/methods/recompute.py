@@ -128,7 +128,7 @@ def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence
         for target, offset in zip(stored, added, strict=True):
             target += offset.to(target.dtype)
 
-    tables = runtime.tables_of(cache, torch.arange(chunks.start, chunks.stop))
+    tables = cache.tables_of(torch.arange(chunks.start, chunks.stop))
     for layer, of_layer in zip(cache.layers, tables, strict=True):
         layer.before_scatter = partial(correct, tables=of_layer)
 

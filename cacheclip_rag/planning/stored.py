@@ -46,7 +46,7 @@ class StoredInterval:
         parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
         joined = join(parts)
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
-        tables = changed(runtime.rotary_tables(places), lambda table: table.to(device)) if parts else []
+        tables = changed(runtime.rotary.tables(places), lambda table: table.to(device)) if parts else []
         if device.type == "cpu":
             joined = [block for each in joined for block in each.in_blocks(_BLOCK_TOKENS)]
         return cls(places, tables, tuple(joined), runtime.dtype, device)

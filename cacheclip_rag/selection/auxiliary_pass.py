@@ -365,9 +365,9 @@ def pack_chunks(
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
     cache.geometry = Geometry(torch.from_numpy(position_of_slot))
-    fill_chunks = auxiliary.filling(cache, zip(begins.tolist(), chunks, strict=True))
+    fill_chunks = cache.filling(zip(begins.tolist(), chunks, strict=True))
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
-    fill_prefixes = auxiliary.repeating(cache, prefix, copies, position=0)
+    fill_prefixes = cache.repeating(prefix, copies, position=0)
     padded = np.concatenate([block.padding.numpy() for block in blocks])
     before = begins - num_prefix
     empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])

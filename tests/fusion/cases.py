@@ -82,9 +82,9 @@ class Case:
         cache = self.runtime.new_cache(self.layout.num_tokens + 64)
         pieces = kv or self.kv
         if not shift:
-            self.runtime.fill_all(cache, pieces.items())
+            cache.fill_all(pieces.items())
         for start, piece in pieces.items() if shift else ():
-            self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
+            cache.fill(piece, slot=start, position=start + (shift if start else 0))
         return cache
 
     def run(

@@ -50,7 +50,7 @@ def gaps(engine: CacheClipEngine, folder: str, plan: Any) -> list[float]:
     computed = run_reference(folder, layout.ids)
     for span in plan.reused:
         cache: Any = engine.primary.new_cache(layout.num_tokens)  # type: ignore[attr-defined]
-        engine.primary.fill_all(cache, [(span.start, stored_kv(caches, span))])  # type: ignore[attr-defined]
+        cache.fill_all([(span.start, stored_kv(caches, span))])
         here = slice(span.start, span.stop)
         pairs = [
             (own, right)

@@ -229,16 +229,16 @@ class TestRotation:
             ids = torch.cat((filler, torch.tensor(span.tokens.ids)))
             computed = run_reference(case.folder, ids)
             expected = computed.layers[0].keys[0, :, position:]
-            tables = runtime.rotary_tables(torch.arange(position, position + len(span.tokens)))[0]
+            tables = runtime.rotary.tables(torch.arange(position, position + len(span.tokens)))[0]
             assert gap(rotate(stored[0, 0], tables), expected) < 1e-5
-            wrong = runtime.rotary_tables(torch.arange(position + 5, position + 5 + len(span.tokens)))[0]
+            wrong = runtime.rotary.tables(torch.arange(position + 5, position + 5 + len(span.tokens)))[0]
             assert gap(rotate(stored[0, 0], wrong), expected) > BROKEN
 
     def test_extract_is_the_inverse_of_fill(self, case: Case) -> None:
         kv = case.kv[case.layout.chunks[0].start]
         for position in (0, 13, 777):
             cache = case.runtime.new_cache(position + kv.shape[3])
-            case.runtime.fill(cache, kv, slot=position, position=position)
+            cache.fill(kv, slot=position, position=position)
             assert gap(case.runtime.extract(cache, position, position + kv.shape[3]), kv) < 1e-5, position
 
     def test_encoding_behind_the_prefix_equals_plain_transformers(self, case: Case) -> None:
@@ -248,7 +248,7 @@ class TestRotation:
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
         computed = run_reference(case.folder, ids)
         start = len(caches.prefix_ids)
-        tables = case.runtime.rotary_tables(torch.arange(start, len(ids)))
+        tables = case.runtime.rotary.tables(torch.arange(start, len(ids)))
         for stored, layer, of_layer in zip(case.kv[span.start], computed.layers, tables, strict=True):
             assert gap(rotate(stored[0], of_layer), layer.keys[0, :, start:]) < EXACT
             assert gap(stored[1], layer.values[0, :, start:]) < EXACT

@@ -165,10 +165,10 @@ class TestRandomPrompts:
 
         def assembled() -> Any:
             cache = runtime.new_cache(len(ids))
-            runtime.fill(cache, prefix, slot=0, position=0)
+            cache.fill(prefix, slot=0, position=0)
             position = len(prefix_ids)
             for chunk in chunks:
-                runtime.fill(cache, runtime.encode(chunk, prefix), slot=position, position=position)
+                cache.fill(runtime.encode(chunk, prefix), slot=position, position=position)
                 position += len(chunk)
             return cache
 

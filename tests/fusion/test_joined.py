@@ -61,14 +61,14 @@ def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometr
     cache = runtime.new_cache(CAPACITY)
     cache.geometry = geometry
     for start, kv in pieces:
-        runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+        cache.fill(kv, slot=start, position=cache.position_of(start))
     return cache
 
 
 def together(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
     cache = runtime.new_cache(CAPACITY)
     cache.geometry = geometry
-    runtime.fill_all(cache, iter(pieces))
+    cache.fill_all(iter(pieces))
     return cache
 
 
@@ -125,7 +125,7 @@ class TestAssemble:
             data[: kv.frame.start] = kv.frame.data[: kv.frame.start]
             arriving.append((start, StoredKV(replace(kv.frame, data=memoryview(data)))))
         cache = runtime.new_cache(CAPACITY)
-        write = runtime.filling(cache, arriving)
+        write = cache.filling(arriving)
         assert {layer.length for layer in cache.layers} == {70}
         for number in range(runtime.num_layers):
             for (_, kv), (_, target) in zip(whole, arriving, strict=True):
@@ -205,7 +205,7 @@ def correct_one_by_one(
         chosen, stale = own[is_chosen], own[~is_chosen]
         if not len(chosen) or not len(stale):
             continue
-        tables = runtime.rotary_tables(torch.arange(span.stop))[0]
+        tables = runtime.rotary.tables(torch.arange(span.stop))[0]
         of = [None if tables is None else (tables[0][at], tables[1][at]) for at in (chosen, stale)]
         change = fresh[:, :, torch.isin(rows, chosen)].float() - kv[:, :, chosen].float()
         offset = weight * unrotate(change[0], of[0]).mean(1, keepdim=True)

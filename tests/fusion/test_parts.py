@@ -282,7 +282,7 @@ class TestKV:
                 kv = caches.read(span.whole).tensor()  # type: ignore[union-attr]
                 first = max(0, min(span.first + shift, kv.shape[3] - len(span.tokens)))
                 pieces[span.start] = kv[:, :, :, first : first + len(span.tokens)]
-            engine.primary.fill_all(cache, pieces.items())  # type: ignore[attr-defined]
+            cache.fill_all(pieces.items())
             rows = choose_rows(known_kv(layout, layout.chunks), [])
             return engine.primary.run_slots(cache, layout.ids[rows], rows)  # type: ignore[attr-defined]
 

@@ -3,12 +3,15 @@ their rows from them, and no bit of an answer changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.cache import FusedCache
+from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Tables, changed
 from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import make_engine
 
@@ -48,7 +51,7 @@ def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: s
         layout = prefilled(engine, method).layout
     finally:
         watch.remove()
-    kinds = len({kind for kind in runtime._layer_kinds if kind is not None})
+    kinds = len({kind for kind in runtime.rotary.kinds if kind is not None})
     # each pass still asks for the position of its last row, with old transformers more than once
     assert made[:kinds] == [layout.num_tokens] * kinds
     assert len(made) > kinds and set(made[kinds:]) == {1}
@@ -76,7 +79,10 @@ def test_twin_wrong_tables_show(tiny_models: dict[str, str], monkeypatch: pytest
     """The layers rotate by what is handed to them."""
     engine = stored(tiny_models["llama"], tiny_models["auxiliary"], "cacheclip")
     right = prefilled(engine, "cacheclip").logits
-    runtime = engine.primary
-    rows_of = type(runtime)._position_embeddings
-    monkeypatch.setattr(type(runtime), "_position_embeddings", lambda *args: rows_of(*args[:2], args[2] // 2))
+    embeddings = ModelRotary.embeddings
+
+    def wrong(rotary: ModelRotary, tables: Sequence[Tables | None]) -> list[Tables | None]:
+        return embeddings(rotary, changed(tables, lambda table: table[torch.arange(len(table)) // 2]))
+
+    monkeypatch.setattr(ModelRotary, "embeddings", wrong)
     assert not torch.allclose(prefilled(engine, "cacheclip").logits, right, atol=1e-2)

@@ -36,8 +36,8 @@ class TestCacheClip:
         assert stored is not None
         for layer in range(runtime.num_layers):
             cache = runtime.new_cache(layout.num_tokens)
-            runtime.fill(cache, caches.prefix_kv, slot=0, position=0)
-            runtime.fill(cache, stored.tensor(), slot=span.start, position=span.start)
+            cache.fill(caches.prefix_kv, slot=0, position=0)
+            cache.fill(stored.tensor(), slot=span.start, position=span.start)
             view = replace(spy.seen["view"], spans=layout.chunks, cache=cache)
             with torch.inference_mode():
                 [theirs] = QueryAttention(layers=f"{layer}").score(view)

@@ -40,7 +40,7 @@ def assembled(case: Case, geometry: Geometry) -> Any:
     cache = case.runtime.new_cache(case.layout.num_tokens + 8)
     cache.geometry = geometry
     for start, kv in case.kv.items():
-        case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+        cache.fill(kv, slot=start, position=cache.position_of(start))
     return cache
 
 

@@ -147,7 +147,7 @@ class TestOtherMethodsBehindIt:
     def expected(self, case: Case, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Full prefill up to the third chunk, this from the store, full prefill behind it."""
         cache, _ = case.runtime.prefill(ids[:start], len(ids))
-        case.runtime.fill(cache, case.kv[start], slot=start, position=start)
+        cache.fill(case.kv[start], slot=start, position=start)
         return case.runtime.extend(cache, ids[stop:], stop)
 
     @few

@@ -250,7 +250,7 @@ def move(runtime: Any) -> None:
             if isinstance(value, torch.Tensor):
                 setattr(module, name, Pretended(value))
     runtime.device = CUDA
-    runtime.layer_devices = [CUDA] * runtime.num_layers
+    runtime.layer_devices[:] = [CUDA] * runtime.num_layers
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
+import cacheclip_rag.runtime.transformers.text as text
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.base.errors import ConfigurationError
@@ -33,7 +34,7 @@ OF_TRANSFORMERS = 2 if transformers.__version__.startswith("5.0.") else 0
 
 @pytest.fixture(autouse=True)
 def endless(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRuntime, "_find_eos_ids", lambda self: frozenset())
+    monkeypatch.setattr(text, "eos_ids_of", lambda model, tokenizer: frozenset())
     unload_models()
 
 
@@ -73,22 +74,22 @@ class TestDeviceMap:
         left, right = (r.encode(ids[:90].tolist()) for r in (plain, runtime))
         assert gap(left, right) < 1e-6
         caches = [r.new_cache(200) for r in (plain, runtime)]
-        for r, cache in zip((plain, runtime), caches, strict=True):
-            r.fill(cache, left, slot=0, position=0)
+        for cache in caches:
+            cache.fill(left, slot=0, position=0)
         logits = [r.extend(c, ids[90:], 90) for r, c in zip((plain, runtime), caches, strict=True)]
         assert logits[0] is not None and logits[1] is not None and gap(logits[0], logits[1]) < 1e-5
 
     def test_each_layer_keeps_its_kv_where_it_computes(self, tiny_models: dict[str, str]) -> None:
         runtime = load_model(tiny_models["llama"])
-        runtime.layer_devices = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
+        runtime.layer_devices[:] = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
         cache = runtime.new_cache(8)
         assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta", "cpu"]
         assert [layer.keys.device.type for layer in cache.layers] == [
-            table[0].device.type for table in runtime.rotary_tables(torch.arange(8)) if table
+            table[0].device.type for table in runtime.rotary.tables(torch.arange(8)) if table
         ]
         cache.scatter(torch.tensor([1, 3]))
         assert [layer.slots.device.type for layer in cache.layers] == ["cpu", "meta", "cpu"]
-        runtime.fill(cache, torch.zeros(3, 2, 2, 4, 16), slot=0, position=0)
+        cache.fill(torch.zeros(3, 2, 2, 4, 16), slot=0, position=0)
         assert [layer.length for layer in cache.layers] == [4, 4, 4]
 
     def test_offloaded_weights_in_many_threads(self, tiny_models: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ def test_equals_the_loaded_model(primary: str, dtype: str) -> None:
     for name in ("context_tokens", "reuse_tokens", "pinned_rope", "tokenizer_sha256", "opening"):
         assert getattr(planning, name) == getattr(loaded, name), name
     positions = torch.tensor([0, 3, 200])
-    for own, other in zip(planning.rotary_tables(positions), loaded.rotary_tables(positions), strict=True):
+    for own, other in zip(planning.rotary.tables(positions), loaded.rotary.tables(positions), strict=True):
         assert (own is None) == (other is None)
         if own is not None and other is not None:
             assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])

@@ -42,7 +42,7 @@ def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.T
     cache = runtime.new_cache(sum(start + length for length in lengths))
     firsts = torch.tensor([0, *(start + length for length in lengths[:-1])]).cumsum(0).tolist()
     if context is not None and start:
-        runtime.fill(cache, context, slot=0, position=0)
+        cache.fill(context, slot=0, position=0)
         for layer in cache.layers:
             keys, values = layer.keys[0, :, :start], layer.values[0, :, :start]
             for first in firsts[1:]:
@@ -54,7 +54,7 @@ def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.T
     runtime.run_rows(cache, ids, positions, pattern, slots=slots, head=False)
     shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
     kv = torch.empty(shape, dtype=runtime.dtype, device=runtime.device)
-    everywhere = runtime.rotary_tables(torch.arange(start + max(lengths)))
+    everywhere = runtime.rotary.tables(torch.arange(start + max(lengths)))
     for target, layer, tables in zip(kv, cache.layers, everywhere, strict=True):
         rows, at = slots.to(layer.device), positions.to(layer.device)
         of_rows = None if tables is None else (tables[0][at], tables[1][at])

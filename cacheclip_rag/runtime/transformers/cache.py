@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .rotary import Tables
+from ...store import KV, join, layer_of
+from .rotary import ModelRotary, Tables, changed, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 class FusedCache(Cache):  # type: ignore[misc]
     """The KV of a whole prompt, with one :class:`FusedLayer` per layer."""
 
+    rotary: ModelRotary
+    """Tables of the model whose cache it is."""
     geometry: Geometry | None = None
     """Positions and contexts of a method that changes them; None: slot = position."""
     token_bytes: int = 0
@@ -197,6 +200,73 @@ class FusedCache(Cache):  # type: ignore[misc]
             rows = (torch.cat(each, dim=1) if len(each) > 1 else each[0][:, first:num_tokens] for each in pieces)
             for index, keys, values in zip(group, rows, rows, strict=True):
                 self.layers[index].write(first, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+
+    def tables_of(self, slots: torch.Tensor) -> list[Tables | None]:
+        """Per layer the rotary tables of slots at their positions: rows of :attr:`tables`, if there are some."""
+        if not self.tables:
+            return self.rotary.tables(slots if self.geometry is None else self.geometry.positions_of(slots))
+        rows = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
+        return changed(self.tables, lambda table: table.index_select(0, rows[table.device]))
+
+    def fill(self, kv: KV, *, slot: int, position: int) -> None:
+        """Write stored ``kv`` from ``slot`` on, with keys rotated to positions from ``position`` on."""
+        if not kv.shape[3]:
+            return  # an empty shared prefix: some rotary modules fail without a largest position
+        tables = self.rotary.tables(torch.arange(position, position + kv.shape[3]))
+        for number, (layer, of_layer) in enumerate(zip(self.layers, tables, strict=True)):
+            keys, values, scale = layer_of(kv, number, layer.device)
+            layer.write(slot, rotate(keys, of_layer), values, scale)
+
+    def fill_all(self, pieces: Iterable[tuple[int, KV]]) -> None:
+        """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap, at the
+        positions of the geometry. The same as :meth:`fill` for each of them, but the number of tensor
+        operations does not depend on the number of pieces. Slots between the pieces get KV of other tokens: compute or
+        fill them afterwards."""
+        write = self.filling(pieces)
+        for number in range(len(self.layers)):
+            write(number)
+
+    def filling(self, pieces: Iterable[tuple[int, KV]]) -> Callable[[int], None]:
+        """Writes many pieces of stored KV layer by layer: as :meth:`fill_all`, but a layer's KV is needed only when the
+        function that is returned is called with the layer's number. That may be within a pass."""
+        groups = []
+        for joined in join(pieces):
+            slots = joined.places
+            first, length = int(slots[0]), int(slots[-1]) + 1
+            tables = self.tables_of(slots)
+            source = torch.zeros(length - first, dtype=torch.int64)
+            source[slots - first] = torch.arange(len(slots))
+            self.extend_to(length)
+            sources = {device: source.to(device) for device in {layer.device for layer in self.layers}}
+            groups.append((joined, first, tables, sources))
+
+        def write(number: int) -> None:
+            layer = self.layers[number]
+            for joined, first, tables, sources in groups:
+                keys, values, scale = joined.layer(number, layer.device)
+                keys = rotate(keys, tables[number], layer.dtype)
+                values = (values if scale is None else values * scale).to(layer.dtype)
+                layer.write_at(first, keys, values, sources[layer.device])
+
+        return write
+
+    def repeating(self, kv: torch.Tensor, slots: torch.Tensor, *, position: int) -> Callable[[int], None]:
+        """Writes stored KV several times, layer by layer: as :meth:`fill` for each row of ``slots``, ``(num_copies,
+        num_tokens)``, when the function that is returned is called with the layer's number."""
+        if not slots.numel():
+            return lambda number: None
+        tables = self.rotary.tables(torch.arange(position, position + kv.shape[3]))
+        places = {device: slots.flatten().to(device) for device in {layer.device for layer in self.layers}}
+
+        def write(number: int) -> None:
+            layer = self.layers[number]
+            keys, values = kv[number].to(layer.device)
+            for target, each in ((layer.keys, rotate(keys, tables[number])), (layer.values, values)):
+                copies = each.to(layer.dtype).repeat(1, len(slots), 1)
+                # (num_kv_heads, num_copies * num_tokens, head_dim)
+                target[0].index_copy_(1, places[layer.device], copies)
+
+        return write
 
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""

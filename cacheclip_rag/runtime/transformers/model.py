@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
 from ...base.errors import ModelError
-from ...store import KV, join, layer_of
 from ..base import KVMatch
-from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
+from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, PassEnded, Probe, RowFilter, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, Geometry, StepLayer, cache_argument
-from .rotary import Tables, changed, rotate, unrotate
+from .rotary import ModelRotary, unrotate
 from .text import TextModel, check_process
 
 logger = logging.getLogger(__name__)
@@ -85,8 +83,6 @@ class ModelRuntime(TextModel):
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = device_of(model.get_input_embeddings())
         self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
-        self._architecture = SUPPORTED[config.model_type]
-        self._layer_kinds = self._find_layer_kinds(config)
         install_layer_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         self._offloaded = _is_offloaded(model)
@@ -94,11 +90,13 @@ class ModelRuntime(TextModel):
         one_at_a_time = self.pinned_rope or self._offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         """Held during a pass."""
+        self.rotary = ModelRotary(model, name, self.layer_devices, self.pass_lock)
+        """Its rotary tables."""
 
     def check(self) -> None:
         super().check()
         positions = torch.arange(2)
-        widths = {tables[0].shape[1] for tables in self.rotary_tables(positions) if tables is not None}
+        widths = {tables[0].shape[1] for tables in self.rotary.tables(positions) if tables is not None}
         if any(width > self.head_dim for width in widths):
             raise ModelError(
                 f"expected rotary tables of model {self.name!r} of {self.head_dim} columns at most, got {max(widths)}. "
@@ -106,17 +104,6 @@ class ModelRuntime(TextModel):
             )
         if not self._offloaded and self.model.device.type != "meta":
             self.encode([0, 0])  # without the vocabulary, whose packed weights a model that only scores never has
-
-    def _find_layer_kinds(self, config: Any) -> list[str | None]:
-        """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
-        architecture = self._architecture
-        kinds: list[str | None] = [""] * self.num_layers
-        if architecture.rotary_per_layer_type:
-            kinds = list(config.layer_types)
-        if architecture.rotated_layers:
-            rotated = getattr(config, architecture.rotated_layers)[: self.num_layers]
-            kinds = [kind if turns else None for kind, turns in zip(kinds, rotated, strict=True)]
-        return kinds
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
@@ -134,128 +121,18 @@ class ModelRuntime(TextModel):
                 shared.setdefault(device, layer)
             layers.append(layer)
         cache = FusedCache(layers=layers)
+        cache.rotary = self.rotary
         cache.token_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * self.num_layers
         return cache
 
-    def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
-        """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
-        int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
-        with self.pass_lock:
-            by_kind = {kind: self._tables(kind, positions) for kind in set(self._layer_kinds) if kind is not None}
-        shared: dict[tuple[str, torch.device], Tables] = {}
-        tables: list[Tables | None] = []
-        for kind, device in zip(self._layer_kinds, self.layer_devices, strict=True):
-            if kind is not None and (kind, device) not in shared:
-                shared[kind, device] = by_kind[kind][0].to(device), by_kind[kind][1].to(device)
-            tables.append(None if kind is None else shared[kind, device])
-        return tables
-
-    def tables_of(self, cache: FusedCache, slots: torch.Tensor) -> list[Tables | None]:
-        """As :meth:`rotary_tables`, for slots of ``cache`` at their positions: rows of its own tables, if it has
-        them."""
-        if not cache.tables:
-            return self.rotary_tables(slots if cache.geometry is None else cache.geometry.positions_of(slots))
-        rows = {device: slots.to(device) for device in set(self.layer_devices)}
-        return changed(cache.tables, lambda table: table.index_select(0, rows[table.device]))
-
-    def _position_embeddings(self, cache: FusedCache, slots: torch.Tensor) -> list[Tables | None]:
-        """What the model's rotary module would give its layers for the rows of a pass over ``slots``."""
-
-        def as_model(table: torch.Tensor) -> torch.Tensor:
-            width = table.shape[1] // 2 if self._architecture.half_tables else table.shape[1]
-            return table[None, :, :width].to(self._embeddings_dtype)
-
-        return changed(self.tables_of(cache, slots), as_model)
-
-    @cached_property
-    def _embeddings_dtype(self) -> torch.dtype:
-        """Dtype in which the model's rotary module gives tables to its layers. Not all cast them to the model's."""
-        kind = next(kind for kind in self._layer_kinds if kind is not None)
-        position = torch.zeros(1, dtype=torch.int64, device=next(self.model.base_model.rotary_emb.buffers()).device)
-        with self.pass_lock:
-            return self._tables(kind, position, self.dtype)[0].dtype
-
-    def _tables(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
-        rotary = self.model.base_model.rotary_emb
-        device = next(rotary.buffers()).device
-        probe = torch.empty(1, dtype=dtype, device=device)
-        positions = positions.to(device)[None]
-        cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
-        if self._architecture.half_tables:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        return cos[0], sin[0]
-
-    def fill(self, cache: FusedCache, kv: KV, *, slot: int, position: int) -> None:
-        """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on."""
-        if not kv.shape[3]:
-            return  # an empty shared prefix: some rotary modules fail without a largest position
-        tables = self.rotary_tables(torch.arange(position, position + kv.shape[3]))
-        for number, (layer, of_layer) in enumerate(zip(cache.layers, tables, strict=True)):
-            keys, values, scale = layer_of(kv, number, layer.device)
-            layer.write(slot, rotate(keys, of_layer), values, scale)
-
-    def fill_all(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
-        """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap, at the
-        positions of the cache's geometry. The same as :meth:`fill` for each of them, but the number of tensor
-        operations does not depend on the number of pieces. Slots between the pieces get KV of other tokens: compute or
-        fill them afterwards."""
-        write = self.filling(cache, pieces)
-        for number in range(self.num_layers):
-            write(number)
-
-    def filling(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> Callable[[int], None]:
-        """Writes many pieces of stored KV layer by layer: as :meth:`fill_all`, but a layer's KV is needed only when the
-        function that is returned is called with the layer's number. That may be within a pass."""
-        groups = []
-        for joined in join(pieces):
-            slots = joined.places
-            first, length = int(slots[0]), int(slots[-1]) + 1
-            tables = self.tables_of(cache, slots)
-            source = torch.zeros(length - first, dtype=torch.int64)
-            source[slots - first] = torch.arange(len(slots))
-            cache.extend_to(length)
-            sources = {device: source.to(device) for device in set(self.layer_devices)}
-            groups.append((joined, first, tables, sources))
-
-        def write(number: int) -> None:
-            layer = cache.layers[number]
-            for joined, first, tables, sources in groups:
-                keys, values, scale = joined.layer(number, layer.device)
-                keys = rotate(keys, tables[number], self.dtype)
-                values = (values if scale is None else values * scale).to(self.dtype)
-                layer.write_at(first, keys, values, sources[layer.device])
-
-        return write
-
-    def repeating(
-        self, cache: FusedCache, kv: torch.Tensor, slots: torch.Tensor, *, position: int
-    ) -> Callable[[int], None]:
-        """Writes stored KV several times, layer by layer: as :meth:`fill` for each row of ``slots``, ``(num_copies,
-        num_tokens)``, when the function that is returned is called with the layer's number."""
-        if not slots.numel():
-            return lambda number: None
-        tables = self.rotary_tables(torch.arange(position, position + kv.shape[3]))
-        places = {device: slots.flatten().to(device) for device in set(self.layer_devices)}
-
-        def write(number: int) -> None:
-            layer = cache.layers[number]
-            keys, values = kv[number].to(layer.device)
-            for target, each in ((layer.keys, rotate(keys, tables[number])), (layer.values, values)):
-                copies = each.to(self.dtype).repeat(
-                    1, len(slots), 1
-                )  # (num_kv_heads, num_copies * num_tokens, head_dim)
-                target[0].index_copy_(1, places[layer.device], copies)
-
-        return write
-
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
-        """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`fill`."""
+        """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`FusedCache.fill`."""
         kv = torch.empty(
             self.num_layers, 2, self.num_kv_heads, stop - start, self.head_dim, dtype=self.dtype, device=self.device
         )
         if start == stop:
             return kv
-        for target, layer, tables in zip(kv, cache.layers, self.rotary_tables(torch.arange(start, stop)), strict=True):
+        for target, layer, tables in zip(kv, cache.layers, self.rotary.tables(torch.arange(start, stop)), strict=True):
             target[0] = unrotate(layer.keys[0, :, start:stop], tables)
             target[1] = layer.values[0, :, start:stop]
         return kv
@@ -265,7 +142,7 @@ class ModelRuntime(TextModel):
         start = 0 if context is None else context.shape[3]
         cache = self.new_cache(start + len(ids))
         if context is not None:
-            self.fill(cache, context, slot=0, position=0)
+            cache.fill(context, slot=0, position=0)
         self.extend(cache, torch.tensor(ids), start, head=False)
         return self.extract(cache, start, start + len(ids))
 
@@ -382,13 +259,13 @@ class ModelRuntime(TextModel):
         pattern = causal_pattern(slots, self.device, geometry)
         pattern.probe, pattern.row_filter = probe, row_filter
         pattern.before_layer = before_layer
-        pattern.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None
+        pattern.position_embeddings = self.rotary.embeddings(cache.tables_of(slots)) if cache.tables else None
         return self.run_rows(cache, ids, positions, pattern, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
     def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
         slot = state.get_seq_length()
-        if state.geometry is not None and self._needs_pattern(state.geometry):
+        if state.geometry is not None and _needs_pattern(self.model, state.geometry):
             logits = self.extend(state, torch.tensor([token_id]), slot)
             assert logits is not None
             return logits
@@ -407,7 +284,7 @@ class ModelRuntime(TextModel):
     def decode_steps(self, states: Sequence[FusedCache], token_ids: Sequence[int]) -> list[torch.Tensor]:
         """One pass in which each state's token is a row of its own: the weights are read once for all."""
         slots = [state.get_seq_length() for state in states]
-        alone = any(state.geometry is not None and self._needs_pattern(state.geometry) for state in states)
+        alone = any(state.geometry is not None and _needs_pattern(self.model, state.geometry) for state in states)
         if len(states) == 1 or alone or self.pinned_rope or self._offloaded:
             return super().decode_steps(states, token_ids)
         positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
@@ -427,6 +304,7 @@ class ModelRuntime(TextModel):
             raise
         return list(output.logits[0])
 
-    def _needs_pattern(self, geometry: Geometry) -> bool:
-        """Whether one appended row needs a pattern, because plain attention to all keys would be wrong."""
-        return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None
+
+def _needs_pattern(model: Any, geometry: Geometry) -> bool:
+    """Whether one appended row needs a pattern, because plain attention to all keys would be wrong."""
+    return geometry.contexts is not None or getattr(model.config, "sliding_window", None) is not None

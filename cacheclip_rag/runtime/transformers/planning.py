@@ -42,7 +42,7 @@ class PlanningRuntime(ModelRuntime):
         base.rotary_emb = type(base.rotary_emb)(config=base.config)  # its frequencies are computed, not loaded
         super().__init__(model, tokenizer, name=name, fingerprint=fingerprint)
         self.device = torch.device("cpu")
-        self.layer_devices = [self.device] * self.num_layers
+        self.layer_devices[:] = [self.device] * self.num_layers
 
     def _refuse(self) -> NoReturn:
         raise ModelError(
@@ -61,7 +61,7 @@ class PlanningRuntime(ModelRuntime):
     def placed(self, kv: torch.Tensor) -> torch.Tensor:
         """Position-free KV of a prompt's first tokens, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, as the
         model has it: keys after RoPE, in its dtype."""
-        tables = self.rotary_tables(torch.arange(kv.shape[3]))
+        tables = self.rotary.tables(torch.arange(kv.shape[3]))
         layers = [
             torch.stack([rotate(keys, of_layer), values]) for (keys, values), of_layer in zip(kv, tables, strict=True)
         ]
@@ -70,7 +70,7 @@ class PlanningRuntime(ModelRuntime):
     def position_free(self, kv: torch.Tensor, start: int) -> torch.Tensor:
         """KV of neighbouring tokens from position ``start`` on as it is stored, with keys before RoPE, in the model's
         dtype. ``kv`` has the shape of :meth:`placed`, with keys after RoPE, and is overwritten."""
-        tables = self.rotary_tables(torch.arange(start, start + kv.shape[3]))
+        tables = self.rotary.tables(torch.arange(start, start + kv.shape[3]))
         for layer, of_layer in zip(kv, tables, strict=True):
             layer[0] = unrotate(layer[0], of_layer).to(kv.dtype)
         return kv.to(self.dtype)

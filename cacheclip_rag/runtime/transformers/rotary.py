@@ -7,9 +7,16 @@ All computation is in float32, with one cast at the end. Tables narrower than th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
 
 import torch
+
+from .architectures import SUPPORTED
+from .text import check_process
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
@@ -63,3 +70,62 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     plain[..., :half] += keys[..., half:width] * sin[..., :half]
     plain[..., half:] -= keys[..., :half] * sin[..., half:]
     return torch.cat((plain / scaling, keys[..., width:]), dim=-1)
+
+
+class ModelRotary:
+    """The rotary module of one model, which makes its tables."""
+
+    def __init__(
+        self, model: Any, name: str, devices: Sequence[torch.device], lock: AbstractContextManager[Any]
+    ) -> None:
+        """``devices``: one per layer. ``lock`` is held while the module runs."""
+        self._model, self._name, self._devices, self._lock = model, name, devices, lock
+        self._process = os.getpid()
+        config = model.config
+        self._architecture = SUPPORTED[config.model_type]
+        self.kinds: list[str | None] = [""] * len(devices)
+        """Per layer the kind of its tables: None without RoPE, else a layer type (``""`` if all are equal)."""
+        if self._architecture.rotary_per_layer_type:
+            self.kinds = list(config.layer_types)
+        if self._architecture.rotated_layers:
+            rotated = getattr(config, self._architecture.rotated_layers)[: len(devices)]
+            self.kinds = [kind if turns else None for kind, turns in zip(self.kinds, rotated, strict=True)]
+
+    def tables(self, positions: torch.Tensor) -> list[Tables | None]:
+        """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
+        int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
+        by_kind = {kind: self._of_kind(kind, positions) for kind in set(self.kinds) if kind is not None}
+        shared: dict[tuple[str, torch.device], Tables] = {}
+        tables: list[Tables | None] = []
+        for kind, device in zip(self.kinds, self._devices, strict=True):
+            if kind is not None and (kind, device) not in shared:
+                shared[kind, device] = by_kind[kind][0].to(device), by_kind[kind][1].to(device)
+            tables.append(None if kind is None else shared[kind, device])
+        return tables
+
+    def embeddings(self, tables: Sequence[Tables | None]) -> list[Tables | None]:
+        """What the module would give the model's layers, whose rows have these tables."""
+
+        def as_model(table: torch.Tensor) -> torch.Tensor:
+            width = table.shape[1] // 2 if self._architecture.half_tables else table.shape[1]
+            return table[None, :, :width].to(self._dtype)
+
+        return changed(tables, as_model)
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        """Dtype in which the module gives tables to the layers. Not all cast them to the model's."""
+        kind = next(kind for kind in self.kinds if kind is not None)
+        return self._of_kind(kind, torch.zeros(1, dtype=torch.int64), self._model.dtype)[0].dtype
+
+    def _of_kind(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
+        check_process(self._name, self._process)
+        rotary = self._model.base_model.rotary_emb
+        device = next(rotary.buffers()).device
+        probe = torch.empty(1, dtype=dtype, device=device)
+        positions = positions.to(device)[None]
+        with self._lock:
+            cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
+        if self._architecture.half_tables:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return cos[0], sin[0]

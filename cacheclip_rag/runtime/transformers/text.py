@@ -162,7 +162,7 @@ class TextModel(ChatText):
         self._process = os.getpid()
         self.tokenizer = tokenizer
         self.name = name
-        self.eos_ids: frozenset[int] = self._find_eos_ids()
+        self.eos_ids: frozenset[int] = eos_ids_of(model, tokenizer)
         self.text_tokenizer, control = text_tokenizer(tokenizer, self.eos_ids)
         """Tokenizer of text that users and documents wrote."""
         self.control_ids = sorted(control)
@@ -258,18 +258,17 @@ class TextModel(ChatText):
     def _grammars(self) -> Grammars:
         return Grammars(self.tokenizer, self.eos_ids, self.name)
 
-    def _find_eos_ids(self) -> frozenset[int]:
-        """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
-        found: set[int] = set()
-        for source in (self.model.generation_config.eos_token_id, self.model.config.eos_token_id):
-            found.update([source] if isinstance(source, int) else source or [])
-        if self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
-        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
-            token_id = self.tokenizer.convert_tokens_to_ids(token)
-            if isinstance(token_id, int) and token_id != self.tokenizer.unk_token_id:
-                found.add(token_id)
-        return frozenset(found)
+
+def eos_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
+    found: set[int] = set()
+    for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found.update([source] if isinstance(source, int) else source or [])
+    for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if isinstance(token_id, int) and token_id != tokenizer.unk_token_id:
+            found.add(token_id)
+    return frozenset(found)
 
 
 @contextlib.contextmanager

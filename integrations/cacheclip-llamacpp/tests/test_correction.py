@@ -29,7 +29,7 @@ def tables_of(files: dict[str, Path], architecture: str, positions: torch.Tensor
     """The rotary tables of transformers' model, in the order of layers in which llama.cpp writes them: those without a
     window first."""
     model = CacheClipEngine(primary=str(files[architecture].parent / "model"), auxiliary=None, method="direct").primary
-    found: Any = model.rotary_tables(positions)
+    found: Any = model.rotary.tables(positions)
     return [*found[5:], *found[:5]] if architecture == "gemma3" else found
 
 

@@ -337,7 +337,7 @@ class InVllm:
 
 
 def turned(model: Any, kv: torch.Tensor, start: int, turn: Any) -> torch.Tensor:
-    tables = model.rotary_tables(torch.arange(start, start + kv.shape[3]))
+    tables = model.rotary.tables(torch.arange(start, start + kv.shape[3]))
     return torch.stack([torch.stack([turn(keys, t), values]) for (keys, values), t in zip(kv, tables, strict=True)])
 
 

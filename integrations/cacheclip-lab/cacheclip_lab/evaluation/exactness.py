@@ -238,7 +238,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     results = []
     for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
         cache = runtime.new_cache(layout.num_tokens)
-        runtime.fill_all(cache, {**pieces, border: last}.items())
+        cache.fill_all({**pieces, border: last}.items())
         runtime.run_slots(cache, ids[rows], rows)
         results.append(cache)
     figure = 0.0

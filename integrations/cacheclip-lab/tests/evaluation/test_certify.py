@@ -35,7 +35,7 @@ from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
@@ -100,21 +100,21 @@ class TestExactness:
     def test_twin_keys_moved_to_wrong_positions(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:
-        original = ModelRuntime.filling
+        original = FusedCache.filling
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
         num_prefix = engine.parts.caches_after_prefix.num_prefix
 
-        def filling(self: ModelRuntime, cache: Any, pieces: Any) -> Any:
-            tables_of = ModelRuntime.tables_of
+        def filling(self: FusedCache, pieces: Any) -> Any:
+            tables_of = FusedCache.tables_of
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    ModelRuntime,
+                    FusedCache,
                     "tables_of",
-                    lambda runtime, cache, slots: tables_of(runtime, cache, slots + 2 * (slots >= num_prefix)),
+                    lambda cache, slots: tables_of(cache, slots + 2 * (slots >= num_prefix)),
                 )
-                return original(self, cache, pieces)
+                return original(self, pieces)
 
-        monkeypatch.setattr(ModelRuntime, "filling", filling)
+        monkeypatch.setattr(FusedCache, "filling", filling)
         checks = check_exactness(engine, PROMPT)["checks"]
         assert not checks["first_chunk"]["passed"]
 
