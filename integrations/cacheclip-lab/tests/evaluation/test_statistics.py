@@ -39,18 +39,6 @@ def test_bootstrap_is_the_slow_one(slab: int, monkeypatch: pytest.MonkeyPatch) -
     assert found != paired_bootstrap(DIFFERENCES, samples=500, seed=4)
 
 
-def test_bootstrap_agrees_with_the_normal_interval() -> None:
-    mean, error = float(np.mean(DIFFERENCES)), float(np.std(DIFFERENCES)) / math.sqrt(len(DIFFERENCES))
-    low, high = paired_bootstrap(DIFFERENCES)
-    assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
-    assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
-
-
-def test_bootstrap_of_equal_differences_is_a_point() -> None:
-    assert paired_bootstrap([0.25] * 4) == (0.25, 0.25)
-    assert paired_bootstrap([0.5]) == (0.5, 0.5)
-
-
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
     [
