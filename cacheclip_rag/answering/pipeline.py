@@ -202,8 +202,8 @@ def _verification(prompt: _PromptSegments, method: Method, prefilled: Prefilled)
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
     known = list(layout.token_ids[:-1]) if runtime.keeps_prefixes else []
     return Verification(
-        runtime,
-        layout.ids,
+        runtime=runtime,
+        ids=layout.ids,
         capacity=layout.num_tokens + prompt.prefilling.answer_tokens,
         find_match=lambda: kv_sources.prefix_cache.match(known),
         keeping=prompt.prefilling.keep_exact() if runtime.keeps_prefixes else None,

@@ -13,11 +13,13 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..runtime.base import weights_digest as weights_digest
     from .checkpoints import TransformersLoader as TransformersLoader, quantization_of as quantization_of
-    from .context import is_here as is_here, known_context as known_context, knows_tools as knows_tools
     from .devices import DEVICE_MAPS as DEVICE_MAPS, check_device as check_device, choose_device as choose_device
     from .fingerprint import FileState as FileState, file_digest as file_digest, states_of as states_of
     from .load import (
         concrete as concrete,
+        is_here as is_here,
+        known_context as known_context,
+        knows_tools as knows_tools,
         load_model as load_model,
         loader_of as loader_of,
         register_runtime as register_runtime,
@@ -32,10 +34,9 @@ __getattr__, __all__ = late_names(
     {
         "..runtime.base": "weights_digest",
         "checkpoints": "TransformersLoader quantization_of",
-        "context": "is_here known_context knows_tools",
         "devices": "DEVICE_MAPS check_device choose_device",
         "fingerprint": "FileState file_digest states_of",
-        "load": "concrete load_model loader_of register_runtime resolve",
+        "load": "concrete is_here known_context knows_tools load_model loader_of register_runtime resolve",
         "loaders": "uses_tools",
         "memory": "check_room free_bytes tensor_dtypes",
     },

