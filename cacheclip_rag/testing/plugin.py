@@ -5,7 +5,7 @@ pytest_plugins = ["cacheclip_rag.testing.plugin"]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from .command import CommandRun, run_command
-from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, make_tokenizer
+from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
 CHUNKS = [
     " ".join(SENTENCES[0:3]),
@@ -81,61 +81,3 @@ def primary(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
 def cacheclip(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandRun]:
     """Runs ``cacheclip`` with arguments, in this process."""
     return partial(run_command, monkeypatch, capsys)
-
-
-@pytest.fixture(scope="session")
-def minilm() -> str:
-    """The real embedding model, from its wheel (fetched once into the cache)."""
-    from ..models.load import resolve
-
-    return str(resolve("packaged:all-MiniLM-L6-v2"))
-
-
-TOOLS_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou answer questions.<|im_end|>\n{% endif %}"
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}\n<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""A chat template with tools, as Hermes and Qwen models have it."""
-
-
-@pytest.fixture(scope="session")
-def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a tiny model whose template uses tools. It closes strings, numbers, lists and objects after their first
-    token, so that JSON that it must write comes to an end, and it likes the number 3."""
-    from safetensors.torch import load_file, save_file
-
-    folder = build_model(tmp_path_factory.mktemp("models") / "tools", TINY_MODELS["llama"], context=4096)
-    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
-    weights = load_file(folder / "model.safetensors")
-    vocabulary = make_tokenizer(400).get_vocab()
-    for name, tensor in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor[0] = 0.0  # the first number of a row says how the token that was read ends
-    weights["model.embed_tokens.weight"][:, 0] = 30.0
-    for text, number in vocabulary.items():
-        if text.endswith('"'):
-            weights["model.embed_tokens.weight"][number, 0] = -30.0
-        likes = {'"': 14.0, "}": 10.0, ",": 9.0, "]": 6.0, "3": 6.0, "Ġ": 6.0}
-        weights["lm_head.weight"][number, 0] = likes.get(text, 0.0)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Where spans of OpenTelemetry end, set up for one test."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    yield exporter
-    provider.shutdown()

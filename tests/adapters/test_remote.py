@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_server import FakeServer
 
 from cacheclip_rag import CallOptions, ConfigurationError, SamplingParams, ServerError, ToolCall
 from cacheclip_rag.adapters import SCHEMA_OF_CALLS, RemoteEngine, remote
-from cacheclip_rag.testing import FakeServer
 from tests.adapters.plain_model import PlainModel
 
 SCHEMA = {"type": "object", "properties": {"year": {"type": "integer"}}}

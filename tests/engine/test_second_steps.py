@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from planted_faults import Broken, Fault
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.answering.turns import turns_of
@@ -20,7 +21,6 @@ from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.base import Observer
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, Tiers
-from cacheclip_rag.testing import Broken, Fault
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, rag

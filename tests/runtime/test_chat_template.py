@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_templates import TOOLS_TEMPLATE
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import text
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.testing.plugin import TOOLS_TEMPLATE
 from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, build_model
 
 HOSTILE = {

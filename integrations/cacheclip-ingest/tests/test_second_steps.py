@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from cacheclip_ingest.library import Library
 from ingest_cases import LetterEmbedder, Workshop
+from planted_faults import Broken, Fault
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import ChunkStore, TenantStore, verify
-from cacheclip_rag.testing import SENTENCES, Broken, Fault
+from cacheclip_rag.testing import SENTENCES
 
 NAMES = ["a.txt", "b.txt", "c.txt"]
 STEPS: list[tuple[Callable[[Workshop], Any], str, int]] = [

@@ -32,6 +32,7 @@ from llama_index.llms.cacheclip import CacheClipLLM
 from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import HALVES, until, wait_for_the_end
 from starlette.responses import JSONResponse, Response
+from tool_templates import TOOLS_TEMPLATE
 from vllm_inner import METRICS, WORDS, Inner
 from vllm_served import BOTH, CHAT, COMPLETION, NORTH, OWN, PICTURE, PROMPT, SEAL, Served, running
 
@@ -41,7 +42,7 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.testing.plugin import CHUNKS, TOOLS_TEMPLATE
+from cacheclip_rag.testing.plugin import CHUNKS
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 

@@ -18,9 +18,9 @@ from cacheclip_vllm.encoding import encoding_options, encoding_primary
 from cacheclip_vllm.offline import FusedLLM, engine_options
 from cacheclip_vllm.parameters import request_parameters
 from cacheclip_vllm.planner import Planner
+from tool_templates import TOOLS_TEMPLATE
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing.plugin import TOOLS_TEMPLATE
 from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, tiny_spec
 
 HEADS = {"num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "num_hidden_layers": 4}

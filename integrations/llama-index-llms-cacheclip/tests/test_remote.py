@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
 from llama_index.core.llms import ChatMessage
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import ConfigurationError, ServerError
-from cacheclip_rag.testing import FakeServer
 
 WAYS = ("whole", "streamed", "async", "async streamed")
 ASKED = ChatMessage(role="user", content="How tall?")

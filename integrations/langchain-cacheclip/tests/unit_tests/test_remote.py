@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 from langchain_core.messages import AIMessage, HumanMessage, trim_messages
 
 from cacheclip_rag import ConfigurationError, ServerError
-from cacheclip_rag.testing import FakeServer
 
 KINDS: list[Any] = [ChatCacheClip, CacheClipLLM]
 WAYS = ("whole", "streamed", "async", "async streamed")

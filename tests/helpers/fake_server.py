@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ..fusion.answer import FusionStats
+from cacheclip_rag import FusionStats
 
 
 class FakeServer(ThreadingHTTPServer):
