@@ -16,10 +16,8 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..base.database import (
         Database as Database,
-        FormatError as FormatError,
         OutageWarning as OutageWarning,
         may_be_whole as may_be_whole,
-        set_aside as set_aside,
     )
     from ..base.keys import (
         FRAME_VERSION as FRAME_VERSION,
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
         is_key as is_key,
         text_digest as text_digest,
     )
+    from ..base.sqlite_file import FormatError as FormatError, set_aside as set_aside
     from ..base.tensor_files import (
         READ_ERRORS as READ_ERRORS,
         read_tensors as read_tensors,
@@ -75,8 +74,9 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "..base.database": "Database FormatError OutageWarning may_be_whole set_aside",
+        "..base.database": "Database OutageWarning may_be_whole",
         "..base.keys": "FRAME_VERSION chunk_key is_key text_digest",
+        "..base.sqlite_file": "FormatError set_aside",
         "..base.tensor_files": "READ_ERRORS read_tensors write_tensors",
         "..finding.texts": "TextIndex text_row",
         "ahead": "ReadAgain ReadAhead",

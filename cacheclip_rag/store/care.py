@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ..base.database import may_be_whole, set_aside
+from ..base.database import may_be_whole
 from ..base.errors import StoreError
 from ..base.folder import is_file, open_folder
 from ..base.keys import is_key
 from ..base.progress import progress_bar
+from ..base.sqlite_file import set_aside
 from ..finding.common_parts import LEAST_SURE
 from ..finding.texts import TextIndex
 from .catalog import FILE_NAME, Catalog
@@ -135,7 +136,7 @@ def _complaint_again(store: ChunkStore, key: str) -> str | None:
 @contextmanager
 def _at_rest(store: ChunkStore) -> Iterator[None]:
     """No other process changes the catalog meanwhile, if it may be written at all."""
-    if store.catalog.database.read_only:
+    if store.catalog.database.file.read_only:
         yield
         return
     with store.catalog.database.transaction():

@@ -117,7 +117,7 @@ class CatalogCare:
         if not is_file(path):
             return
         for table, condition in copied.items():
-            rows = self._database.rows_of_another(path, f"SELECT * FROM {table} {condition}", table)
+            rows = self._database.file.rows_of_another(path, f"SELECT * FROM {table} {condition}", table)
             while batch := [*islice(rows, BATCH)]:
                 with suppress(StoreError), self._database.transaction() as run:
                     for row in batch:

@@ -19,10 +19,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ..base.database import ANSWER_WAIT_S, FormatError, waiting_at_most
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import StoreError
 from ..base.folder import is_file
 from ..base.paths import expanded
+from ..base.sqlite_file import FormatError
 from .backend import Backend
 from .catalog import FILE_NAME, Catalog
 from .codecs import Frame, FrameError

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
-from ..base.database import FormatError, is_busy
+from ..base.database import is_busy
 from ..base.errors import StoreError
+from ..base.sqlite_file import FormatError
 from .catalog import Catalog
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag.base import database as module
+from cacheclip_rag.base import database as module, sqlite_file
 from cacheclip_rag.base.database import ANSWER_WAIT_S, Database, waiting_at_most
 from cacheclip_rag.base.errors import StoreError
 
@@ -21,14 +21,14 @@ def database(tmp_path: Path) -> Database:
 
 @pytest.mark.parametrize("hurried", [False, True])
 def test_no_statement_runs_for_ever(database: Database, hurried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HURRIED_S" if hurried else "_LONGEST_S", 0.05)
+    monkeypatch.setattr(module, "_HURRIED_S" if hurried else "LONGEST_S", 0.05)
     with waiting_at_most(ANSWER_WAIT_S) if hurried else nullcontext(), pytest.raises(StoreError, match="interrupted"):
         database.query(ENDLESS)
 
 
 def test_no_value_is_larger_than_the_limit(database: Database) -> None:
     with pytest.raises(StoreError, match="too big"):
-        database.query(f"SELECT LENGTH(zeroblob({module._MOST_BYTES + 1}))")
+        database.query(f"SELECT LENGTH(zeroblob({sqlite_file._MOST_BYTES + 1}))")
 
 
 def test_a_schema_calls_no_function_that_does_something(database: Database) -> None:

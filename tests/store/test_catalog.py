@@ -164,7 +164,7 @@ class TestReadOnly:
         assert all(is_intact(read_only, 1) and is_intact(read_only, 2) for _ in range(40))  # uses are lost
         assert read_only.get(key(9)) is None and key(1) in read_only
         assert read_only.stats().entries == 2 and read_only.chunk_store.stats().bytes == 2 * BLOCK
-        assert warnings(caplog) == [] and read_only.catalog.database.read_only
+        assert warnings(caplog) == [] and read_only.catalog.database.file.read_only
         read_only.close()
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"} == before
 
