@@ -69,8 +69,8 @@ async def iterate_in_thread(
 
 async def answer_in_thread(events: Callable[[], Iterator[Event]]) -> Answer:
     """The answer of a stream of events, by :func:`iterate_in_thread`. A cancelled call stops before the next token."""
-    async with aclosing(iterate_in_thread(events)) as found:
-        return last_answer([event async for event in found])
+    async with aclosing(iterate_in_thread(events)) as arriving:
+        return last_answer([event async for event in arriving])
 
 
 def _send_all(iterator: Iterator[T], caller: Waiter, send: Callable[[T], None]) -> None:

@@ -88,8 +88,8 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
         return report("part", _partly(chunk, spans, share), share)
     if chunk not in written:
         return report("not_in_prompt", _departure(chunk, written))
-    found = [span.whole for span in chunks]
-    around = [other for other in found if chunk in other]
+    known = [span.whole for span in chunks]
+    around = [other for other in known if chunk in other]
     if around:
         return report(
             "inside_another",
@@ -240,12 +240,12 @@ def plausible(texts: Iterable[str], written: str) -> list[str]:
     there = _word_runs(written)
     runs: dict[str, set[tuple[str, ...]]] = {}
     for text in texts:  # as few as possible are kept: there may be a million
-        if text not in runs and not there.isdisjoint(found := _word_runs(text)):
-            runs[text] = found
-    sharing = Counter(run for found in runs.values() for run in found)
+        if text not in runs and not there.isdisjoint(of_text := _word_runs(text)):
+            runs[text] = of_text
+    sharing = Counter(run for of_text in runs.values() for run in of_text)
     shares = {}
-    for text, found in runs.items():
-        own = [run for run in found if sharing[run] <= _MOST_SHARING] or list(found)
+    for text, of_text in runs.items():
+        own = [run for run in of_text if sharing[run] <= _MOST_SHARING] or list(of_text)
         if own and (share := sum(run in there for run in own) / len(own)) >= _PLAUSIBLE:
             shares[text] = share
     return sorted(shares, key=lambda text: -shares[text])

@@ -129,12 +129,12 @@ class RemoteEngine:
         reading, content = _StreamReading(), _as_json(body)
         with (
             self._errors(),
-            _client().stream("POST", self._path("/chat/completions"), content=content, **self._options()) as found,
+            _client().stream("POST", self._path("/chat/completions"), content=content, **self._options()) as response,
         ):
-            if found.status_code != 200:
-                found.read()
-                raise _refusal(found)
-            for line in _lines(found.iter_bytes()):
+            if response.status_code != 200:
+                response.read()
+                raise _refusal(response)
+            for line in _lines(response.iter_bytes()):
                 if line.startswith(b":"):
                     yield Event("")  # the server is alive; a consumer who has left stops here
                 if not line.startswith(b"data:"):
@@ -163,11 +163,11 @@ class RemoteEngine:
 
     def _get(self, path: str) -> Any:
         with self._errors():
-            found = _client().get(self._path(path), **self._options())
-        if found.status_code != 200:
-            raise _refusal(found)
-        with self._reading(found.content):
-            return found.json()
+            response = _client().get(self._path(path), **self._options())
+        if response.status_code != 200:
+            raise _refusal(response)
+        with self._reading(response.content):
+            return response.json()
 
     def _path(self, path: str) -> str:
         return self._address + path
@@ -175,8 +175,8 @@ class RemoteEngine:
     @property
     def _address(self) -> str:
         """The server's, without user and password."""
-        found = _parts(self.base_url)
-        return f"{found.scheme}://{found.netloc.rpartition('@')[2]}{found.path.rstrip('/')}"
+        parts = _parts(self.base_url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
 
     def _options(self) -> dict[str, Any]:
         import httpx
@@ -184,9 +184,9 @@ class RemoteEngine:
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         headers["content-type"] = "application/json"
         timeout = httpx.Timeout(30.0, read=self.timeout_s or _TIMEOUT_S, pool=None)
-        found = _parts(self.base_url)
-        named = found.username is not None or found.password is not None
-        auth = (unquote(found.username or ""), unquote(found.password or "")) if named else None  # httpx logs URLs
+        parts = _parts(self.base_url)
+        named = parts.username is not None or parts.password is not None
+        auth = (unquote(parts.username or ""), unquote(parts.password or "")) if named else None  # httpx logs URLs
         return {"headers": headers, "timeout": timeout, "auth": auth}
 
     @contextmanager
@@ -218,10 +218,10 @@ def _parts(base_url: str) -> SplitResult:
     """Parts of a server's address. Raises ConfigurationError, which does not quote it: what is wrong may be that a
     password has a slash."""
     with suppress(ValueError):
-        found = urlsplit(base_url)
-        plain = not (found.query or found.fragment or "@" in found.path)
-        if found.scheme in ("http", "https") and found.hostname and found.port != 0 and plain:
-            return found
+        parts = urlsplit(base_url)
+        plain = not (parts.query or parts.fragment or "@" in parts.path)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and plain:
+            return parts
     raise ConfigurationError(
         "base_url must be the address of a server, such as http://127.0.0.1:8000/v1, without ? and #. In a password, "
         "write what means something in URLs as %2F."
@@ -260,8 +260,8 @@ class _StreamReading:
 
     def calls(self) -> tuple[ToolCall, ...]:
         """The calls of the whole answer. One that was cut off, or that is no call, is left out, and logged."""
-        found = [self._calls[index].whole() for index in sorted(self._calls)]
-        return tuple(call for call in found if call is not None)
+        calls = [self._calls[index].whole() for index in sorted(self._calls)]
+        return tuple(call for call in calls if call is not None)
 
     def answer(self, calls: tuple[ToolCall, ...]) -> Answer:
         known = {each.name for each in fields(FusionStats)}
@@ -311,10 +311,10 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's format, in which arguments of calls are text."""
-    found = {name: value for name, value in message.items() if value}
-    found["content"] = message.get("content") or ""
-    if "tool_calls" in found:
-        found["tool_calls"] = [
+    written = {name: value for name, value in message.items() if value}
+    written["content"] = message.get("content") or ""
+    if "tool_calls" in written:
+        written["tool_calls"] = [
             {
                 "id": call.get("id", ""),
                 "type": "function",
@@ -323,9 +323,9 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
                     "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
                 },
             }
-            for call in check_calls(found["tool_calls"])
+            for call in check_calls(written["tool_calls"])
         ]
-    return found
+    return written
 
 
 def _sampling(params: SamplingParams, *, has_tools: bool) -> dict[str, Any]:
@@ -351,27 +351,27 @@ def _as_json(body: Mapping[str, Any]) -> bytes:
 
 def _refusal(response: httpx.Response) -> CacheClipError:
     try:
-        found = response.json()["error"]
+        said = response.json()["error"]
     except (LookupError, RecursionError, TypeError, ValueError):
-        found = f"status {response.status_code}"
-    return _error(response.status_code, found)
+        said = f"status {response.status_code}"
+    return _error(response.status_code, said)
 
 
-def _error(status: int, found: Any) -> CacheClipError:
-    found = found if isinstance(found, Mapping) else {"message": found}
-    message = f"the server says: {found.get('message')}"
-    if found.get("code") == "context_length_exceeded":
+def _error(status: int, said: Any) -> CacheClipError:
+    said = said if isinstance(said, Mapping) else {"message": said}
+    message = f"the server says: {said.get('message')}"
+    if said.get("code") == "context_length_exceeded":
         return PromptTooLongError(message)
-    if status in (400, 404, 415, 422) or (status == 200 and found.get("type") == "invalid_request_error"):
+    if status in (400, 404, 415, 422) or (status == 200 and said.get("type") == "invalid_request_error"):
         return ConfigurationError(message)
     return ServerError(message, status)
 
 
 @lru_cache(64)
 def _served(engine: RemoteEngine) -> ServedModel:
-    found = engine._get("/models")
-    with engine._reading(found):
-        card = next((each for each in found["data"] if engine.model in (None, each["id"])), None)
+    models = engine._get("/models")
+    with engine._reading(models):
+        card = next((each for each in models["data"] if engine.model in (None, each["id"])), None)
         if card is None:
             raise ConfigurationError(f"the server at {engine._address} has no model {engine.model!r}.")
         own = card["cacheclip"]

@@ -106,14 +106,14 @@ class ServedFields(ModelFields):
             raise ConfigurationError("method must be a preset's name with base_url, because a server takes names only.")
         self._remote()
 
-    def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+    def _call_options(self, options_of_call: Mapping[str, Any]) -> CallOptions:
         if self.chat_template_kwargs:
-            given = {"chat_template_kwargs": self.chat_template_kwargs, **given}
-        options = super()._call_options(given)
+            options_of_call = {"chat_template_kwargs": self.chat_template_kwargs, **options_of_call}
+        options = super()._call_options(options_of_call)
         if self.base_url is None:
             return options
         # at their defaults, the server's settings hold
-        unset = [name for name in ("method", "finish") if given.get(name) is None and not self._is_set(name)]
+        unset = [name for name in ("method", "finish") if options_of_call.get(name) is None and not self._is_set(name)]
         nothing: dict[str, Any] = dict.fromkeys(unset)
         return replace(options, **nothing)
 

@@ -54,8 +54,8 @@ SHOWN = PlainSerializer(_shown)
 
 def _as_list(value: Any) -> Any:
     """What stops an answer, as a list without what stops nothing."""
-    found = [value] if isinstance(value, str) else value or []
-    return [each for each in found if each not in ("", None)] if isinstance(found, list | tuple) else found
+    stops = [value] if isinstance(value, str) else value or []
+    return [each for each in stops if each not in ("", None)] if isinstance(stops, list | tuple) else stops
 
 
 class EngineFields(BaseModel):
@@ -108,21 +108,21 @@ class EngineFields(BaseModel):
         super().model_post_init(context)  # a framework's base class may define it; pydantic's own would hide it
 
     @classmethod
-    def _named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """``given`` with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
         aliases = aliases_of(cls.model_fields)
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
-        refuse_removed(sorted(given), SETTINGS)
-        refuse_unknown("field", given, sorted({*cls.model_fields, *aliases, *others}))
-        further = {name: given[name] for name in given if name in others}
-        doubled = sorted(set(further).intersection(given.get("engine_kwargs") or ()))
+        refuse_removed(sorted(values), SETTINGS)
+        refuse_unknown("field", values, sorted({*cls.model_fields, *aliases, *others}))
+        further = {name: values[name] for name in values if name in others}
+        doubled = sorted(set(further).intersection(values.get("engine_kwargs") or ()))
         if doubled:
             raise ConfigurationError(f"{', '.join(doubled)} was given twice, once in engine_kwargs. Give it once.")
         if further:
-            given = {name: value for name, value in given.items() if name not in others}
-            given["engine_kwargs"] = {**(given.get("engine_kwargs") or {}), **further}
-        given = by_real_names(given, cls.model_fields)
-        named = {name: value for name, value in given.items() if value is not None or cls._may_be_none(name)}
+            values = {name: value for name, value in values.items() if name not in others}
+            values["engine_kwargs"] = {**(values.get("engine_kwargs") or {}), **further}
+        values = by_real_names(values, cls.model_fields)
+        named = {name: value for name, value in values.items() if value is not None or cls._may_be_none(name)}
         if not named.get("base_url"):  # of a server, primary is a name
             places = {"primary": model_place, "auxiliary": model_place, "store": store_place}
             named |= {name: place(named[name]) for name, place in places.items() if name in named}
@@ -140,9 +140,9 @@ class EngineFields(BaseModel):
         Copies (``model_copy``) keep the engine. A component made again from its fields, as by LangChain's configurable
         fields, uses the process-wide engine with equal settings instead.
         """
-        own, given = cls._fields_from(engine.config), cls._named(fields)
-        further = {**own["engine_kwargs"], **given.get("engine_kwargs", {})}
-        component = cls(**{**own, **given, "engine_kwargs": further})
+        own, others = cls._fields_from(engine.config), cls._named(fields)
+        further = {**own["engine_kwargs"], **others.get("engine_kwargs", {})}
+        component = cls(**{**own, **others, "engine_kwargs": further})
         component._engine = engine
         return component
 
@@ -165,8 +165,8 @@ class EngineFields(BaseModel):
         from ..engine import get_engine
 
         config = self._engine_config()
-        given: CacheClipEngine | None = self._engine
-        return given if given is not None and _without_per_call(given.config) == config else get_engine(config)
+        own: CacheClipEngine | None = self._engine
+        return own if own is not None and _without_per_call(own.config) == config else get_engine(config)
 
     def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
         """Do now what the first answer would wait for: load weights, open the store, read the hot chunks; see
@@ -242,24 +242,24 @@ class ModelFields(EngineFields):
         super()._check()
         self._call_options({})
 
-    def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+    def _call_options(self, options: Mapping[str, Any]) -> CallOptions:
         """Options of a call, in which those of ``given`` override the fields. What changes no answer, such as ``n=1``
         or ``user``, is left out. Raises ConfigurationError: another unknown option, or a value out of range."""
         known = {*type(self).model_fields, *_OPTIONS}
-        given = with_tool_choice(
-            {name: value for name, value in given.items() if name in known or not changes_nothing(name, value)}
+        options = with_tool_choice(
+            {name: value for name, value in options.items() if name in known or not changes_nothing(name, value)}
         )
-        if given.get("logprobs") is not None:
+        if options.get("logprobs") is not None:
             raise ConfigurationError(
                 "frameworks' messages hold no logprobs here: ask the engine or the server for them."
             )
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
-        called = given.get("method")
+        called = options.get("method")
         if called is not None and not isinstance(called, str):
             own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio
         elif not isinstance(called or self.method, str) and own["recompute_ratio"] != AUTO_RATIO:
             own["recompute_ratio"] = None
-        return CallOptions().with_options(own).with_options(given)
+        return CallOptions().with_options(own).with_options(options)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -29,11 +29,11 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
     return {alias: name for alias, name in ALIASES.items() if name in known}
 
 
-def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def by_real_names(settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Settings with aliases replaced by the names of ``known`` settings. Raises ConfigurationError: a setting is given
     twice, under two names."""
     aliases, named = aliases_of(known), {}
-    for alias, value in given.items():
+    for alias, value in settings.items():
         name = aliases.get(alias, alias)
         if name in named:
             raise ConfigurationError(f"{name} was given twice, once as {alias}. Give it once.")
@@ -41,19 +41,19 @@ def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str,
     return named
 
 
-def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+def refuse_unknown(what: str, names_given: Iterable[str], known: Sequence[str]) -> None:
     """Raise ConfigurationError, with what may be meant, for names that are neither ``known`` nor :data:`ALIASES` of
     them. ``what`` they are stands in the message (``option``)."""
     names = (*known, *aliases_of(known))
-    if unknown := sorted(set(given).difference(names)):
+    if unknown := sorted(set(names_given).difference(names)):
         hint = did_you_mean(unknown, names)
         raise ConfigurationError(f"unknown {what} {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
 
 
-def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
+def did_you_mean(unknown: str | Iterable[str], known: Iterable[str]) -> str:
     """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near."""
     known = list(known)
-    several = [given] if isinstance(given, str) else given
+    several = [unknown] if isinstance(unknown, str) else unknown
     close = [match for name in several for match in get_close_matches(name, known, 1)]
     return f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
 
@@ -113,10 +113,10 @@ def check_store_url(store: str) -> None:
 
 def _is_server(url: str) -> bool:
     try:
-        found = urlsplit(url)
+        parts = urlsplit(url)
         if re.search(r"[\s\"<>]", url):  # no URL has them, and nobody could tell where this one ends
             return False
-        return found.scheme in HOT_SCHEMES and bool(found.hostname) and (found.port or 1) > 0
+        return parts.scheme in HOT_SCHEMES and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         return False
 

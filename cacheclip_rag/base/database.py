@@ -246,7 +246,7 @@ def _identity(path: Path | None) -> tuple[int, int] | None:
     if path is None:
         return None
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

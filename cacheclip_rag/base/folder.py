@@ -64,8 +64,8 @@ class Folder:
         )
 
     def is_folder(self, name: str) -> bool:
-        found = self.status(name)
-        return found is not None and stat.S_ISDIR(found.st_mode)
+        status = self.status(name)
+        return status is not None and stat.S_ISDIR(status.st_mode)
 
     def folder(self, name: str, mode: int | None = None) -> Folder:
         """Open a folder in it, see :func:`open_folder`. With ``mode``, it is made if it is missing."""
@@ -103,11 +103,11 @@ def open_folder(root: Path, *names: str, make: bool = False) -> Folder:
         root.parent.mkdir(parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
     mode = private_mode(root) if make else None
-    found = Folder(root, os.open(root, _FOLDER & ~_NO_LINK) if _BY_DESCRIPTOR else None)
+    folder = Folder(root, os.open(root, _FOLDER & ~_NO_LINK) if _BY_DESCRIPTOR else None)
     for name in names:
-        with found:
-            found = found.folder(name, mode)
-    return found
+        with folder:
+            folder = folder.folder(name, mode)
+    return folder
 
 
 def is_file(path: Path) -> bool:

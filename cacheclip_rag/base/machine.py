@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 @cache
 def processor_name() -> str:
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if model:
+            return model[1]
     return platform.processor() or platform.machine() or "unknown processor"
 
 
@@ -27,9 +27,9 @@ def computes_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 in hardware: AVX-512 BF16 or AMX, or ARM's BF16 extension. Others
     emulate it, slower than float32."""
     with suppress(OSError):
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(found[1].split())
+        flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if flags:
+            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
     return False
 
 

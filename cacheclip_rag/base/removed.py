@@ -114,8 +114,8 @@ def refuse_removed_modules() -> None:
         sys.meta_path.append(RemovedModules)
 
 
-def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:
+def refuse_removed(names: Iterable[str], table: Mapping[str, str]) -> None:
     """Raise ConfigurationError with the sentence of each ``given`` name that is in ``table``."""
-    found = [table[name] for name in given if name in table]
-    if found:
-        raise ConfigurationError(" ".join(found))
+    sentences = [table[name] for name in names if name in table]
+    if sentences:
+        raise ConfigurationError(" ".join(sentences))

@@ -145,10 +145,10 @@ class SqliteFile:
                     return
             finally:
                 connection.execute("COMMIT")
-        application, found = _marks(connection)
-        what = f"format {found}" if application == _APPLICATION_ID else "the format of another program or version"
+        application, version = _marks(connection)
+        what = f"format {version}" if application == _APPLICATION_ID else "the format of another program or version"
         connection.close()
-        kind = FormatError if application == _APPLICATION_ID and 0 < found < _LATER_VERSIONS else StoreError
+        kind = FormatError if application == _APPLICATION_ID and 0 < version < _LATER_VERSIONS else StoreError
         raise kind(
             f"{self.path} has {what}, but this version of cacheclip-rag reads format {self._version}. Ingest the "
             "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER"
@@ -178,8 +178,8 @@ def set_aside(folder: Path, name: str) -> str:
     with open_folder(folder) as root:
         try:
             for ending in _FILES:
-                found = root.status(f"{name}{ending}")
-                if found is not None and stat.S_ISREG(found.st_mode):
+                status = root.status(f"{name}{ending}")
+                if status is not None and stat.S_ISREG(status.st_mode):
                     _read_through(root.open(f"{name}{ending}", os.O_RDONLY))
             if _names_another(folder / f"{name}-journal"):
                 root.unlink(f"{name}-journal")
@@ -193,8 +193,8 @@ def set_aside(folder: Path, name: str) -> str:
             aside += "~"
         for ending in _FILES:
             root.unlink(f"{aside}{ending}")
-            found = root.status(f"{name}{ending}")
-            if ending and found is not None and not stat.S_ISREG(found.st_mode):
+            status = root.status(f"{name}{ending}")
+            if ending and status is not None and not stat.S_ISREG(status.st_mode):
                 root.unlink(f"{name}{ending}")  # SQLite would wait for a pipe's writer
             if root.status(f"{name}{ending}") is not None:
                 root.replace(f"{name}{ending}", root, f"{aside}{ending}")
@@ -244,8 +244,8 @@ def _is_utf8(value: object) -> bool:
 def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
     """Kind, name and statement of each table, index, trigger and view, without SQLite's own."""
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-    found = {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
-    return {each for each in found if not each[2].startswith(("CREATE TABLE sqlite_stat", "CREATE TABLE sqlite_seq"))}
+    objects = {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
+    return {each for each in objects if not each[2].startswith(("CREATE TABLE sqlite_stat", "CREATE TABLE sqlite_seq"))}
 
 
 def _marks(connection: sqlite3.Connection) -> tuple[int, int]:

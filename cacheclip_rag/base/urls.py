@@ -32,4 +32,4 @@ def _without_user(server: str) -> str:
 def without_secrets(text: str) -> str:
     """A text whose URLs are as they are shown: the last net below messages that show one by :func:`shown_url`. A URL
     ends at a blank or a quote, but for an apostrophe in a password."""
-    return re.sub(r"[A-Za-z][\w+.-]*://(?:[^\s'\"<>]|'(?=[^\s\"<>]*@))+", lambda found: shown_url(found[0]), text)
+    return re.sub(r"[A-Za-z][\w+.-]*://(?:[^\s'\"<>]|'(?=[^\s\"<>]*@))+", lambda match: shown_url(match[0]), text)

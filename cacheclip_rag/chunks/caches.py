@@ -146,8 +146,8 @@ class ChunkCaches:
             failed: EncodingError | None = None
             try:
                 with behind.beside():
-                    found = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
-                    encoded = [kv.cpu() for kv in found]  # moved by another thread, it would wait for a busy GPU
+                    computed = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
+                    encoded = [kv.cpu() for kv in computed]  # moved by another thread, it would wait for a busy GPU
             except EncodingError as error:
                 failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):

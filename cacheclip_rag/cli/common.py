@@ -79,10 +79,10 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         typer.BadParameter: it is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?", str(text).strip().lower())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?", str(text).strip().lower())
+    if match is None:
         raise typer.BadParameter(f"expected a size such as 8GiB, 500MB or a number of bytes, got {text!r}.")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit) + 1)) if unit else int(float(number))
 
 

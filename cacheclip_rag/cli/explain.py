@@ -40,9 +40,9 @@ def explain_miss(
         raise no_store(store)
     engine = CacheClipEngine(settings.store_config())
     written = _read(prompt)
-    found = (span.whole for span in engine.plan(written).layout.chunks)
+    reused = (span.whole for span in engine.plan(written).layout.chunks)
     passages = chain.from_iterable(companion.texts(folder) for companion in COMPANIONS)
-    known = chain(found, engine.texts.index.texts(), engine.texts.texts(), passages)
+    known = chain(reused, engine.texts.index.texts(), engine.texts.texts(), passages)
     texts = [_read(path) for path in text or []] or plausible(known, written)[:_MOST_TEXTS]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:

@@ -27,20 +27,20 @@ def look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: 
     from ..store import TenantsError, store_kind
 
     try:
-        found = run(store_kind(store))
+        done = run(store_kind(store))
     except TenantsError as error:
         _show({"store": store, **error.found}, as_json)
         raise
-    _show({"store": store, **found}, as_json)
-    return found
+    _show({"store": store, **done}, as_json)
+    return done
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(done: dict[str, Any], as_json: bool) -> None:
     """What was done in a shared store."""
     if as_json:
-        print_json(found)
+        print_json(done)
         return
-    for name, value in {**found, "store": shown_url(found["store"])}.items():
+    for name, value in {**done, "store": shown_url(done["store"])}.items():
         if isinstance(value, list):
             print_names(name, value)
         elif not isinstance(value, dict):
@@ -110,8 +110,8 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing in a folder;
     in a shared store, what is damaged is deleted, and will be computed again."""
     if is_url(store):
-        found = look_after(store, lambda kind: kind.verify(store), as_json)
-        if found["damaged"] or found["missing"]:
+        done = look_after(store, lambda kind: kind.verify(store), as_json)
+        if done["damaged"] or done["missing"]:
             raise typer.Exit(1)
         return
     from ..store.care import verify as run
@@ -188,13 +188,13 @@ def gc(
         return
     from ..store.care import collect_garbage
 
-    found = collect_garbage(expanded(store))
+    gone = collect_garbage(expanded(store))
     if as_json:
-        print_json({"store": store, **found})
+        print_json({"store": store, **gone})
         return
     typer.echo(
-        f"{found['writes']} unfinished writes, {found['temporaries']} temporary files, {found['payloads']} payloads, "
-        f"{found['texts']} texts removed; {found['evicted']} chunk caches evicted"
+        f"{gone['writes']} unfinished writes, {gone['temporaries']} temporary files, {gone['payloads']} payloads, "
+        f"{gone['texts']} texts removed; {gone['evicted']} chunk caches evicted"
     )
 
 

@@ -123,8 +123,8 @@ class Compared:
             some = np.flatnonzero((widths >= width) & (widths < 2 * width))
             left, right = least[some], least[last[some] - (width - 1)]
             places[np.where(hashes[left] <= hashes[right], left, right)] = True
-        found = np.flatnonzero(places)
-        return hashes[found], found
+        chosen = np.flatnonzero(places)
+        return hashes[chosen], chosen
 
     def range_of(self, start: int, stop: int) -> tuple[int, int]:
         """The compared bytes of the characters ``[start, stop)``."""
@@ -222,7 +222,7 @@ def _equal_bytes(one: bytes, other: bytes) -> int:
 def pieces_in(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
     """Where parts of texts stand in a prompt. Parts that go on where the part before ends, but for white space, are one
     piece. (``Span.continues`` of a prompt's layout says the same of tokens.)"""
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     before: TextMatch | None = None
     for match in matches:
         if match.of is None:
@@ -234,11 +234,11 @@ def pieces_in(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
             and match.start - before.stop <= _GAP
             and abs(match.at - before.at - (match.start - before.start)) <= _GAP
         ):
-            found[-1] = found[-1][0], match.stop
+            pieces[-1] = pieces[-1][0], match.stop
         else:
-            found.append((match.start, match.stop))
+            pieces.append((match.start, match.stop))
         before = match
-    return found
+    return pieces
 
 
 def cover(compared: Compared, parts: Iterable[Part], whole: Sequence[TextMatch]) -> list[TextMatch]:
@@ -253,7 +253,7 @@ def cover(compared: Compared, parts: Iterable[Part], whole: Sequence[TextMatch])
     every = [*parts, *(Part(start, stop, start, None) for start, stop in matches)]
     queue = [(part.start - part.stop, part.source is not None, part.start, n, part) for n, part in enumerate(every)]
     heapq.heapify(queue)
-    number, found = len(queue), []
+    number, chosen = len(queue), []
     while queue:
         part = heapq.heappop(queue)[-1]
         room = free[part.start : part.stop]
@@ -261,19 +261,19 @@ def cover(compared: Compared, parts: Iterable[Part], whole: Sequence[TextMatch])
         if part.source is None:
             match = matches[part.start, part.stop]
             if is_free and 1 not in taken[match.start : match.stop]:
-                found.append(match)
+                chosen.append(match)
                 taken[match.start : match.stop] = b"\1" * (match.stop - match.start)
                 room[:] = False
                 continue
             part = part._replace(source=Compared(compared.text[match.start : match.stop]))
         if is_free:
-            found += _matches(compared, part, taken, kept)
+            chosen += _matches(compared, part, taken, kept)
             room[:] = False
             continue
         for start, stop in compared.sure_runs(room, part.start):
             heapq.heappush(queue, (start - stop, True, start, number, part._replace(start=start, stop=stop)))
             number += 1
-    return sorted(found, key=lambda match: match.start)
+    return sorted(chosen, key=lambda match: match.start)
 
 
 def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) -> Iterator[TextMatch]:
@@ -296,10 +296,10 @@ def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) 
     here, there = compared.starts[own], part.source.starts[others]
     alike = compared.stops[own] - here == part.source.stops[others] - there
     edges = np.flatnonzero((np.diff(here - there) != 0) | (alike[1:] != alike[:-1])) + 1
-    found: list[TextMatch] = []
+    stretches: list[TextMatch] = []
     for first, last in pairwise([0, *edges.tolist(), len(here)]):
         begin, end, at = int(here[first]), int(compared.stops[start + last - 1]), int(there[first])
-        if not alike[first] or (found and begin < found[-1].stop):
+        if not alike[first] or (stretches and begin < stretches[-1].stop):
             continue
         while begin and at and text[begin - 1] == of[at - 1] and not (taken[begin - 1] or kept[begin - 1]):
             begin, at = begin - 1, at - 1
@@ -309,13 +309,13 @@ def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) 
         if end - begin >= _LEAST_STRETCH:
             taken[begin:end] = b"\1" * (end - begin)
             is_whole = not at and after == len(of) and text[begin:end] == of
-            found.append(TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at))
-    yield from found
+            stretches.append(TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at))
+    yield from stretches
     begin, end = int(here[0]), int(compared.stops[stop - 1])
-    if 2 * sum(match.stop - match.start for match in found) >= end - begin:
+    if 2 * sum(match.stop - match.start for match in stretches) >= end - begin:
         return
     at = int(there[0])
-    for match in [*found, TextMatch(end, end, of)]:
+    for match in [*stretches, TextMatch(end, end, of)]:
         if match.start > begin:
             taken[begin : match.start] = b"\1" * (match.start - begin)
             yield TextMatch(begin, match.start, of, at)

@@ -90,13 +90,13 @@ def fold(text: str) -> tuple[Column, Column, Column]:
         escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
         kept[escaped[np.isin(codes[escaped], _LINE_ENDS)]] = False
     places = np.flatnonzero(kept if is_ascii else kept & (codes >> 12 != _TAGS))
-    found = codes[places]
+    compared = codes[places]
     if not is_ascii:
-        widths = 1 + (found >= 0x80).astype(np.int64) + (found >= 0x800) + (found >= 0x10000)
+        widths = 1 + (compared >= 0x80).astype(np.int64) + (compared >= 0x800) + (compared >= 0x10000)
         places = np.repeat(places, widths)
-        written = found.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
-        found = np.frombuffer(written, dtype=np.uint8)
-    return (found, places, places + 1) if spans is None else (found, spans[0][places], spans[1][places])
+        written = compared.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+        compared = np.frombuffer(written, dtype=np.uint8)
+    return (compared, places, places + 1) if spans is None else (compared, spans[0][places], spans[1][places])
 
 
 def _typed(codes: Column) -> Column:
@@ -113,13 +113,13 @@ def rewritten(
 ) -> tuple[str, Column | None]:
     """A text with what ``written`` gives for each match of a pattern, and where each of its characters stood before,
     ``(2, len(text))``. ``spans``: where those of ``text`` stood; None: where they stand."""
-    found = [(*match.span(), new) for match in pattern.finditer(text) if (new := written(match)) != match[0]]
-    if not found:
+    changes = [(*match.span(), new) for match in pattern.finditer(text) if (new := written(match)) != match[0]]
+    if not changes:
         return text, spans
     counts = np.ones(len(text), dtype=np.int64)
     last = np.arange(len(text))
     pieces, position = [], 0
-    for start, stop, new in found:
+    for start, stop, new in changes:
         pieces += [text[position:start], new]
         counts[start:stop] = 0
         counts[start], last[start], position = len(new), stop - 1, stop

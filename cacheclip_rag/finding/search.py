@@ -182,16 +182,16 @@ class Search:
         stand there in another form are told after them."""
         parts = [*self._parts()]
         stored = [part for part in parts if part.number >= -self._num_stored]
-        found = cover(self._compared, stored, self._whole)
+        matches = cover(self._compared, stored, self._whole)
         if len(stored) < len(parts) or self._given_whole:
-            found = self._with_given(found, stored, [part for part in parts if part.number < -self._num_stored])
+            matches = self._with_given(matches, stored, [part for part in parts if part.number < -self._num_stored])
         free = np.ones(len(self._compared), dtype=bool)
-        for match in found:
+        for match in matches:
             free[slice(*self._compared.range_of(match.start, match.stop))] = False
         gaps = np.diff(np.flatnonzero(~free), prepend=-1, append=len(free)) - 1
         if self._room >= 0 and sum(int(free[here].sum()) for here, *_ in self._shared) >= _LEAST_SHARED:
-            found = self._with_altered(found, free)
-        return self._with_rewritten(found) if self._room >= 0 and gaps.max() >= _LEAST_LOST else found
+            matches = self._with_altered(matches, free)
+        return self._with_rewritten(matches) if self._room >= 0 and gaps.max() >= _LEAST_LOST else matches
 
     def _with_given(self, of_stored: list[TextMatch], stored: list[Part], given: list[Part]) -> list[TextMatch]:
         """The cover by stored and given texts. A given text that is covered by whole stored texts and few pieces of
@@ -204,8 +204,8 @@ class Search:
             def shared(ranges: Iterable[tuple[int, int]]) -> list[int]:
                 return sorted(max(0, min(stop, last) - max(start, first)) for first, last in ranges)
 
-            found = sum(shared(whole)) + sum(shared(pieces)[-_MOST_PIECES:])
-            return stop > start and found >= _COVERED * (stop - start)
+            covered = sum(shared(whole)) + sum(shared(pieces)[-_MOST_PIECES:])
+            return stop > start and covered >= _COVERED * (stop - start)
 
         alone = [match for match in self._given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
         whole += [compared.range_of(match.start, match.stop) for match in alone]
@@ -216,17 +216,17 @@ class Search:
         """Common parts of the prompt and stored texts, then of given texts."""
         anchors, places = self._compared.anchors
         also = [places_of(number, text) for number, text in self._sources.items() if number >= -self._num_stored]
-        given = [places_of(number, text) for number, text in self._sources.items() if number < -self._num_stored]
+        of_given = [places_of(number, text) for number, text in self._sources.items() if number < -self._num_stored]
         few = np.zeros(len(anchors), dtype=bool)  # the smallest among neighbours: a long part has one of them
         for width, smallest_ones in smallest(anchors, _NEIGHBOURS):
             if width == _NEIGHBOURS or len(anchors) < 2 * width:
                 few[smallest_ones] = True
         yield from self._parts_at(anchors[few], places[few], also)
-        found = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
-        rest = ~few & ~found
+        covered = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+        rest = ~few & ~covered
         yield from self._parts_at(anchors[rest], places[rest], also)
-        if given:
-            yield from self._parts_of(self._candidates(places, pairs_of(anchors, places, joined(given), _OF_PARTS)))
+        if of_given:
+            yield from self._parts_of(self._candidates(places, pairs_of(anchors, places, joined(of_given), _OF_PARTS)))
 
     def _parts_at(self, anchors: Column, places: Column, also: Sequence[AnchorPlaces]) -> Iterator[Part]:
         """Parts of stored texts at some anchors of the prompt."""
@@ -264,8 +264,8 @@ class Search:
         pair = pair[np.lexsort((-counts[group[pair]], here[pair]))]
         kept = np.unique(group[pair[ranks(here[pair]) < _PER_ANCHOR]])
         kept = kept[np.argsort(-counts[kept], kind="stable")]
-        found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
-        return found[: max(0, self._room) // _EACH]
+        rows: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
+        return rows[: max(0, self._room) // _EACH]
 
     def _parts_of(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
         ours = self._compared
@@ -322,7 +322,7 @@ class Search:
 
     # -- texts in another form ------------------------------------------------------------------------------------
 
-    def _with_altered(self, found: list[TextMatch], free: Column) -> list[TextMatch]:
+    def _with_altered(self, matches: list[TextMatch], free: Column) -> list[TextMatch]:
         """What was found, and texts of which half or more stands where the prompt is ``free`` in short pieces: with a
         mark or a name in each line, or with words set off. Hardly a token of these can be reused; they are counted."""
         ours = self._compared
@@ -365,14 +365,14 @@ class Search:
             first, last = int(fits[0]), int(fits[-1]) + _SHORT - 1
             free[first : last + 1] = False
             more.append(TextMatch(int(ours.starts[first]), int(ours.stops[last]), source.text))
-        return sorted([*found, *more], key=lambda match: match.start)
+        return sorted([*matches, *more], key=lambda match: match.start)
 
-    def _with_rewritten(self, found: list[TextMatch]) -> list[TextMatch]:
+    def _with_rewritten(self, matches: list[TextMatch]) -> list[TextMatch]:
         """What was found, and stored texts of which half or more stands elsewhere with other letters, or other marks
         around its words (:mod:`~cacheclip_rag.finding.skeleton`). They are told to be counted."""
         prompt = self._compared.text
-        edges = [0, *(edge for match in found for edge in (match.start, match.stop)), len(prompt)]
-        more, known, left = list[TextMatch](), {match.of for match in found}, _MOST_LOST
+        edges = [0, *(edge for match in matches for edge in (match.start, match.stop)), len(prompt)]
+        more, known, left = list[TextMatch](), {match.of for match in matches}, _MOST_LOST
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             if end - begin < _LEAST_LOST or left <= 0:
                 continue
@@ -402,7 +402,7 @@ class Search:
                 free[max(0, first - _SHORT + 1) : last] = False
                 # behind its end: tokens that happen to be alike were computed behind other words
                 more.append(TextMatch(begin + int(places[first]), begin + int(places[last - 1]) + 1, text, len(text)))
-        return sorted([*found, *more], key=lambda match: match.start)
+        return sorted([*matches, *more], key=lambda match: match.start)
 
 
 def _short_runs(column: Column) -> Column:

@@ -133,7 +133,7 @@ class GivenTexts:
         # one table of anchors for texts as a whole, one for parts of them
         rows = [(row.anchor, number) for number, text in enumerate(self.texts) for row in _rows_of([text])]
         anchors = [(number, Compared(text).anchors[0]) for number, text in enumerate(self.texts)]
-        of_parts = [np.stack([found, np.full(len(found), number)], 1) for number, found in anchors]
+        of_parts = [np.stack([hashes, np.full(len(hashes), number)], 1) for number, hashes in anchors]
         self._of_wholes = np.array(rows, np.int64).reshape(-1, 2)
         self._of_parts = np.concatenate([np.empty((0, 2), np.int64), *of_parts])
 
@@ -143,7 +143,7 @@ class GivenTexts:
         if not self.texts or not len(hashes):
             return []
         wanted = ((self._of_wholes, hashes), (self._of_parts, Compared(prompt).anchors[0]))
-        numbers = [table[np.isin(table[:, 0], found), 1] for table, found in wanted]
+        numbers = [table[np.isin(table[:, 0], of_prompt), 1] for table, of_prompt in wanted]
         near = np.unique(np.concatenate(numbers)).tolist()
         if len(near) > self._room:
             logger.warning("too many documents look like too many messages; some are computed as fresh text")
@@ -261,12 +261,12 @@ class TextIndex:
         whole = whole_matches(prompt, hashes, least, rows)
         search = Search(prompt, whole, self._places, self._contents)
         if others:
-            found = {prompt[match.start : match.stop] for match in whole}
+            whole_texts = {prompt[match.start : match.stop] for match in whole}
             stored = dict[str, None]()
             with suppress(StoreError):  # if the catalog cannot be used, none is known to be stored
-                stored = dict.fromkeys(text for text in others if text not in found and self.known(text))
-            given = [text for text in others if text not in found and text not in stored]
-            search.take([*stored], given, whole_matches(prompt, hashes, least, [*_rows_of(given)]))
+                stored = dict.fromkeys(text for text in others if text not in whole_texts and self.known(text))
+            new = [text for text in others if text not in whole_texts and text not in stored]
+            search.take([*stored], new, whole_matches(prompt, hashes, least, [*_rows_of(new)]))
         return search.matches()
 
     def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
@@ -274,7 +274,7 @@ class TextIndex:
 
     def _rows(self, hashes: Column, least: dict[int, Column]) -> list[TextRow]:
         """Rows of stored texts whose anchor and ending are both among the smallest hashes of a prompt."""
-        query, found = self._database.query, list[tuple[Any, ...]]()
+        query, rows = self._database.query, list[tuple[Any, ...]]()
         try:
             with self._database.lock:  # of a document that is replaced meanwhile, one version is found
                 for (reach,) in query(_REACHES, (json.dumps([*least]), self._namespace)):
@@ -285,13 +285,13 @@ class TextIndex:
                     for sql, anchors in ((_ROWS, others), (_ROWS_OF_POPULAR, popular)):
                         most = len(hashes) + WINDOW - 1
                         arguments = (self._namespace, reach, json.dumps(anchors), written, most, MOST_PAIRS)
-                        found += query(sql, arguments) if anchors else ()
+                        rows += query(sql, arguments) if anchors else ()
         except StoreError as error:
             self._outage.failed(error)
             return []
         self._outage.worked()
         # a catalog that something else wrote to may hold anything
-        return [TextRow(*row) for row in found if [*map(type, row)] == [bytes, *[int] * (len(row) - 1)]]
+        return [TextRow(*row) for row in rows if [*map(type, row)] == [bytes, *[int] * (len(row) - 1)]]
 
     def _places(self, anchors: Column) -> AnchorPlaces:
         """Where anchors of folded forms stand in stored texts."""
@@ -302,11 +302,11 @@ class TextIndex:
             self._outage_of_parts.failed(error)
             return _NOWHERE
         self._outage_of_parts.worked()
-        found = [row for row in rows if row[1]]
-        counts = [written.count(" ") // 2 + 1 for _, written in found]
-        salted = np.repeat(np.array([anchor for anchor, _ in found], dtype=np.int64), counts)
+        known = [row for row in rows if row[1]]
+        counts = [written.count(" ") // 2 + 1 for _, written in known]
+        salted = np.repeat(np.array([anchor for anchor, _ in known], dtype=np.int64), counts)
         try:
-            numbers = np.array(" ".join([written for _, written in found]).split(), dtype=np.int64)
+            numbers = np.array(" ".join([written for _, written in known]).split(), dtype=np.int64)
             return AnchorPlaces(salted ^ self._salt, numbers[::2], numbers[1::2])
         except (TypeError, ValueError, OverflowError):
             logger.warning("the catalog holds something else than places of anchors. Run cacheclip store repair.")

@@ -32,7 +32,7 @@ class Verified:
     def diverged_at(self) -> int | None:
         """Number of the first token that full prefill would not choose; None if there is none."""
         pairs = zip(self.given, self.choices, strict=True)
-        return next((number for number, (given, choice) in enumerate(pairs) if given != choice), None)
+        return next((number for number, (token, choice) in enumerate(pairs) if token != choice), None)
 
 
 @dataclass(frozen=True, slots=True)

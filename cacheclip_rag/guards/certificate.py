@@ -264,8 +264,8 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
         "device": config.device,
         "max-differ": max_differ,
     }
-    given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    return " ".join(["cacheclip certify", *given, "(and --settings FILE, if this engine has other settings)"])
+    flags = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    return " ".join(["cacheclip certify", *flags, "(and --settings FILE, if this engine has other settings)"])
 
 
 def certificate_path(identity: Identity) -> Path:
@@ -299,8 +299,8 @@ def _read(path: Path) -> Verdicts | None:
 def _identity_in(path: Path) -> dict[str, Any] | None:
     """The identity in a file, of whatever format."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(path.read_text())["identity"]
-        return found if isinstance(found, dict) else None
+        identity = json.loads(path.read_text())["identity"]
+        return identity if isinstance(identity, dict) else None
     return None
 
 

@@ -148,8 +148,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
     taken = {*TOLD_OTHERWISE, *CHANGES_NO_ANSWER}
-    found = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in taken}
-    return _plain({**found, "system_prompt": config.system_prompt or None})  # both mean the chat template's
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in taken}
+    return _plain({**settings, "system_prompt": config.system_prompt or None})  # both mean the chat template's
 
 
 def _leaves(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,5 +162,5 @@ def _leaves(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON gives it back; also of a method whose settings JSON cannot write."""
-    found: dict[str, Any] = json.loads(json.dumps(value, sort_keys=True, default=repr))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(value, sort_keys=True, default=repr))
+    return plain

@@ -124,12 +124,12 @@ class Metrics(Observer):
         values = self._all()
         lines = []
         for name, text in _HELP.items():
-            found = [(label, value) for (known, label), value in values.items() if known == name]
-            if found:
+            labelled = [(label, value) for (known, label), value in values.items() if known == name]
+            if labelled:
                 kind = "gauge" if name.endswith(("_max", "_bytes")) else "counter"
                 lines += [f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}"]
                 lines += [
-                    f"cacheclip_{name}{f'{{{label}}}' if label else ''} {_exact(value)}" for label, value in found
+                    f"cacheclip_{name}{f'{{{label}}}' if label else ''} {_exact(value)}" for label, value in labelled
                 ]
         return "\n".join(lines) + "\n" if lines else ""
 

@@ -42,12 +42,12 @@ class MissWarning(Observer):
             self._say_that_nothing_is_stored(plan)
             return
         self._warned = True
-        given = f", and {plan.not_found} given documents are not in it" if plan.not_found else ""
+        not_found = f", and {plan.not_found} given documents are not in it" if plan.not_found else ""
         logger.warning(
             "a prompt reuses nothing of this store, and is answered by plain prefill: %s%s. 'cacheclip explain-miss' "
             "compares a prompt with the stored texts. This is said once.",
             plan.fallback,
-            given,
+            not_found,
         )
 
     def _say_that_nothing_is_stored(self, plan: Plan) -> None:

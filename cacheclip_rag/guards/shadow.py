@@ -137,7 +137,7 @@ class ShadowChecker(Observer):
     def _record_verified(self, answered: ObservedAnswer, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""
         kl = float(kl_divergence(verified.logits, answered.logits.to(verified.logits.device)))
-        equal = [given == choice for given, choice in zip(verified.given, verified.choices, strict=True)]
+        equal = [token == choice for token, choice in zip(verified.given, verified.choices, strict=True)]
         agreement = sum(equal) / len(equal) if is_greedy(answered.params) else None
         self._record(kl, agreement, len(equal), answered.answer.stats)
 

@@ -144,9 +144,9 @@ class ReadAhead:
             if self._error is not None:
                 raise self._error
             self._given.add(key)
-            found = self._found[key]
+            stored = self._found[key]
         # an engine with this model as auxiliary may have stored it with a coarser codec
-        return found if found is None or self._codec is None or keeps(found.codec, self._codec) else None
+        return stored if stored is None or self._codec is None or keeps(stored.codec, self._codec) else None
 
     def wait(self, layer: int) -> None:
         """Wait until a layer of all keys is there.
@@ -325,10 +325,10 @@ class ReadAhead:
         if self._when_read is not None:
             self._when_read()
 
-    def _settle(self, key: str, found: StoredKV | None) -> None:
+    def _settle(self, key: str, stored: StoredKV | None) -> None:
         """A whole payload, or none, in place of what may have been given before."""
         with self._changed:
-            self._found[key], self._ready[key] = found, _ALL
+            self._found[key], self._ready[key] = stored, _ALL
             self._opened.pop(key, None)
             self._is_stale |= key in self._given
             self._given.discard(key)
@@ -356,10 +356,10 @@ class LayerReads:
 
     def _header(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
-            found = self._tiers.begin(key, HEAD_BYTES)
-            if found is None:
+            beginning = self._tiers.begin(key, HEAD_BYTES)
+            if beginning is None:
                 return None
-            head, num_bytes, tier = found
+            head, num_bytes, tier = beginning
             frame = checked_frame(Frame.parse(head, key, num_bytes=num_bytes), shape)
             if frame.namespace != self._tenant.namespace or (entry is not None and entry.codec != frame.codec):
                 return None

@@ -36,8 +36,8 @@ class Announcements:
         most bytes loses its least recently used ones, so that one tenant's flood evicts none of the others. The write
         must end with :meth:`finish` or :meth:`abandon`."""
         with self._database.transaction() as run:
-            found = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
-            if found is not None and found[0] != namespace:
+            holder = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
+            if holder is not None and holder[0] != namespace:
                 raise StoreError(f"the key {key[:12]}… belongs to another tenant. Make keys with chunk_key.")
             fits, evicted = make_room(run, namespace, key, num_bytes, evict)
             if not fits and run("SELECT 1 FROM writes").fetchone() is None:
@@ -54,11 +54,11 @@ class Announcements:
         """End a write whose payload is complete. ``measure`` looks at the medium: another process may have replaced or
         deleted the payload meanwhile. If the tenant was dropped meanwhile, ``discard`` deletes it instead."""
         with self._database.transaction() as run:
-            found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
-            dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
+            write = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
+            dropped = str(write[0] if write is not None else "").removeprefix(_DROPPED)
             # who wrote the key after the tenant was dropped keeps it
             again = run("SELECT 1 FROM entries WHERE key = ?", (dropped,)).fetchone() is not None
-            if found is not None and not is_key(found[0]) and not again:
+            if write is not None and not is_key(write[0]) and not again:
                 discard()
             elif (entry := measure()) is not None:
                 record(run, entry)

@@ -74,8 +74,8 @@ class Backend(Closing, ABC):
 
     def _read_each(self, keys: Iterable[str]) -> dict[str, Buffer]:
         """:meth:`get_many` of a backend that has its own :meth:`read`."""
-        found = ((key, self.read(key, Sink())) for key in keys)
-        return {key: data for key, data in found if data is not None}
+        payloads = ((key, self.read(key, Sink())) for key in keys)
+        return {key: data for key, data in payloads if data is not None}
 
     # -- what a backend may do better than these ------------------------------------------------------------------
 
@@ -92,9 +92,9 @@ class Backend(Closing, ABC):
         payload is missing. Asked only of a backend with :attr:`has_parts`, which should override it. The payload may be
         replaced between two parts."""
         data = self.get_many([key]).get(key, b"")
-        found = memoryview(data)[start : start + target.nbytes]
-        target[: found.nbytes] = found
-        return found.nbytes
+        part = memoryview(data)[start : start + target.nbytes]
+        target[: part.nbytes] = part
+        return part.nbytes
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         """The first ``num_bytes`` bytes of a payload (or all of it), and the payload's size; None if it is missing."""
@@ -103,8 +103,8 @@ class Backend(Closing, ABC):
 
     def occupied(self, key: str) -> int:
         """Bytes that a payload takes on the medium; 0 if it is missing."""
-        found = self.head(key, 0)
-        return self.round_up(found[1]) if found is not None else 0
+        head = self.head(key, 0)
+        return self.round_up(head[1]) if head is not None else 0
 
     def round_up(self, num_bytes: int) -> int:
         """Bytes that a payload of ``num_bytes`` bytes will take on the medium."""

@@ -89,9 +89,9 @@ def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report
     keys = sorted({*present, *(entries or ())})
     with progress_bar("verifying", len(keys), "chunk caches") as advance:
         for number, key in enumerate(keys, 1):
-            found = _look(store, key)
-            report.bytes += found.occupied
-            wrong = _complaint(store, key, found, None if entries is None else entries.get(key), entries is not None)
+            payload = _look(store, key)
+            report.bytes += payload.occupied
+            wrong = _complaint(store, key, payload, None if entries is None else entries.get(key), entries is not None)
             if wrong is not None and entries is not None:
                 wrong = _complaint_again(store, key)
             if wrong == "unindexed":
@@ -103,20 +103,20 @@ def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report
         report.problems.append(f"text index: {unindexed} texts of entries are missing from it")
 
 
-def _complaint(store: ChunkStore, key: str, found: _Found, entry: Entry | None, is_known: bool) -> str | None:
+def _complaint(store: ChunkStore, key: str, payload: _Found, entry: Entry | None, is_known: bool) -> str | None:
     """What is wrong with a key, as the field of :class:`VerifyReport` for it. ``is_known``: the catalog could be
     asked."""
-    if found.outcome in ("unreadable", "other_versions"):
-        return found.outcome
+    if payload.outcome in ("unreadable", "other_versions"):
+        return payload.outcome
     if entry is None and is_known:
-        return None if found.outcome == "missing" else "unknown_files"
-    if found.frame is None:
-        return found.outcome
+        return None if payload.outcome == "missing" else "unknown_files"
+    if payload.frame is None:
+        return payload.outcome
     if entry is None:
         return None
-    if store.entry_of(found.frame) != entry:
+    if store.entry_of(payload.frame) != entry:
         return "damaged"
-    text = found.frame.text
+    text = payload.frame.text
     holds = text is None or TextIndex(store.catalog.database, entry.namespace).holds(text)
     return None if holds else "unindexed"
 
@@ -125,10 +125,10 @@ def _complaint_again(store: ChunkStore, key: str) -> str | None:
     """What is wrong with a key while no process changes the catalog. One that is being written is not judged."""
     try:
         with _at_rest(store):
-            found = _look(store, key)
-            if store.catalog.announcements.is_being_written(key) and found.outcome != "unreadable":
+            payload = _look(store, key)
+            if store.catalog.announcements.is_being_written(key) and payload.outcome != "unreadable":
                 return None
-            return _complaint(store, key, found, _rows(store).entry_of_anyone(key), True)
+            return _complaint(store, key, payload, _rows(store).entry_of_anyone(key), True)
     except StoreError:
         return None
 
@@ -211,12 +211,12 @@ def repair(folder: Path) -> RepairReport:
 
 
 def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | None, report: RepairReport) -> None:
-    found = _look(store, key)
-    if found.outcome in ("unreadable", "other_versions"):
-        getattr(report, found.outcome).append(key)
+    payload = _look(store, key)
+    if payload.outcome in ("unreadable", "other_versions"):
+        getattr(report, payload.outcome).append(key)
         return
-    if found.frame is None:
-        if found.outcome == "missing":
+    if payload.frame is None:
+        if payload.outcome == "missing":
             report.forgotten += entry is not None
         elif store.tiers.delete([key]):
             report.deleted += 1
@@ -225,11 +225,11 @@ def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | No
         if entry is not None:
             store.catalog.remove(entry.namespace, [key])
         return
-    if store.entry_of(found.frame) != entry:
+    if store.entry_of(payload.frame) != entry:
         report.recorded += 1
-        store.catalog.record(store.entry_of(found.frame))
-    if found.frame.text is not None:
-        TextIndex(store.catalog.database, found.frame.namespace).add_rows([found.frame.text])
+        store.catalog.record(store.entry_of(payload.frame))
+    if payload.frame.text is not None:
+        TextIndex(store.catalog.database, payload.frame.namespace).add_rows([payload.frame.text])
 
 
 @_explained
@@ -242,25 +242,25 @@ def collect_garbage(folder: Path) -> dict[str, int]:
         StoreError: the folder is no store, or may not be written.
     """
     store = open_store(folder)
-    found = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
+    removed = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
     last = store.tiers.last
     if isinstance(last, DiskBackend):
         left = [name for name in _left_behind(store) if last.writer_of(name) is not None]
-        found["temporaries"] = last.remove_temporaries(left)
+        removed["temporaries"] = last.remove_temporaries(left)
     present, failed = _listed(store)
     for key in present if store.catalog.is_complete else ():  # else it does not know all payloads
         if store.catalog.announcements.is_announced(key):
             continue
         with store.catalog.database.transaction():  # so that nobody writes it meanwhile
             if not store.catalog.announcements.is_announced(key) and _is_garbage(store, key):
-                found["payloads"] += store.tiers.delete([key])
-    found["evicted"] = store.shrink()
-    found["texts"] = _rows(store).drop_unused_texts()
+                removed["payloads"] += store.tiers.delete([key])
+    removed["evicted"] = store.shrink()
+    removed["texts"] = _rows(store).drop_unused_texts()
     store.catalog.database.compact()
     store.close()
     if failed is not None:
         raise failed
-    return found
+    return removed
 
 
 def _is_garbage(store: ChunkStore, key: str) -> bool:
@@ -366,13 +366,13 @@ def _look(store: ChunkStore, key: str) -> _Found:
 
 def _listed(store: ChunkStore) -> tuple[list[str], OSError | None]:
     """Keys of the payloads that are listed, and why others may be missing."""
-    found: list[str] = []
+    keys: list[str] = []
     try:
         for key in store.tiers.list():
-            found.append(key)
+            keys.append(key)
     except OSError as error:
-        return found, error
-    return found, None
+        return keys, error
+    return keys, None
 
 
 def _name_of(store: ChunkStore, key: str) -> str:
@@ -385,9 +385,9 @@ def _left_behind(store: ChunkStore) -> list[str]:
     last = store.tiers.last
     if not isinstance(last, DiskBackend):
         return []
-    found = last.temporaries()
-    living = store.writes.living()  # after ``found``: a writer registers before it writes
-    return [name for name in found if last.writer_of(name) not in living]
+    names = last.temporaries()
+    living = store.writes.living()  # after ``names``: a writer registers before it writes
+    return [name for name in names if last.writer_of(name) not in living]
 
 
 def _move_aside(names: Sequence[str], folder: Path) -> str:

@@ -144,13 +144,13 @@ class Catalog(SqliteCatalog):
         self.announcements = Announcements(self.database)
 
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for start in range(0, len(keys), _MOST_ARGUMENTS):
             some = keys[start : start + _MOST_ARGUMENTS]
             marks = ", ".join("?" * len(some))
             sql = f"SELECT {COLUMNS} FROM entries WHERE key IN ({marks}) AND +namespace = ?"
-            found |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
-        return found
+            entries |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
+        return entries
 
     def keys(self, namespace: str) -> list[str]:
         """A tenant's keys, least recently used first."""

@@ -72,8 +72,8 @@ class CatalogCare:
     def senseless(self) -> int:
         """Number of rows that no version of this package wrote."""
         sql = "SELECT COUNT(*) FROM {} WHERE {}"
-        found = [self._database.query(sql.format(*each))[0][0] for each in _SENSELESS.items()]
-        return sum(found)
+        counts = [self._database.query(sql.format(*each))[0][0] for each in _SENSELESS.items()]
+        return sum(counts)
 
     def drop_senseless(self) -> int:
         """Remove rows that no version of this package wrote; returns how many."""

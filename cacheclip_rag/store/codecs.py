@@ -111,11 +111,11 @@ class Codec(ABC):
 
     def head_checksums(self, layer: memoryview, shape: Sequence[int]) -> str:
         """xxh3 of each head of a layer, 16 hexadecimal digits each."""
-        found = [xxhash.xxh3_64() for _ in range(shape[1])]
-        for number, checksum in enumerate(found):
+        checksums = [xxhash.xxh3_64() for _ in range(shape[1])]
+        for number, checksum in enumerate(checksums):
             for place in self.head_ranges(shape, slice(number, number + 1)):
                 checksum.update(layer[place])
-        return "".join(checksum.hexdigest() for checksum in found)
+        return "".join(checksum.hexdigest() for checksum in checksums)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         return sum(part.num_bytes for part in self.parts(shape))
@@ -383,9 +383,9 @@ class Frame:
             raise FrameError(f"its header is not understood ({error})") from error
         if frame.key != key:
             raise FrameError("it belongs to another entry")
-        found = view.nbytes if num_bytes is None else num_bytes
-        if found != frame.num_bytes:
-            raise FrameError(f"it has {found} bytes, not {frame.num_bytes}")
+        size = view.nbytes if num_bytes is None else num_bytes
+        if size != frame.num_bytes:
+            raise FrameError(f"it has {size} bytes, not {frame.num_bytes}")
         return frame
 
     @staticmethod

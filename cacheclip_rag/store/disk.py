@@ -95,10 +95,10 @@ class DiskBackend(Backend):
     def occupied(self, key: str) -> int:
         try:
             with self._folder_of(key) as folder:
-                found = folder.status(_file_name(key))
+                status = folder.status(_file_name(key))
         except FileNotFoundError:
             return 0
-        return 0 if found is None else max(self.round_up(found.st_size), getattr(found, "st_blocks", 0) * 512)
+        return 0 if status is None else max(self.round_up(status.st_size), getattr(status, "st_blocks", 0) * 512)
 
     def round_up(self, num_bytes: int) -> int:
         return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -186,8 +186,8 @@ class DiskBackend(Backend):
     @staticmethod
     def writer_of(temporary: str) -> str | None:
         """The writer of a temporary file; None if it is something else."""
-        found = _TEMPORARY.fullmatch(temporary)
-        return found[1] if found is not None else None
+        parts = _TEMPORARY.fullmatch(temporary)
+        return parts[1] if parts is not None else None
 
     def foreign(self) -> Iterator[tuple[str, ...]]:
         """What is no payload among the payloads, and what stands in place of a folder of the store: names from the
@@ -240,9 +240,9 @@ class DiskBackend(Backend):
             yield None, 0
             return
         try:
-            found = os.fstat(file)
-            if stat.S_ISREG(found.st_mode):
-                yield file, found.st_size
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                yield file, status.st_size
             else:
                 yield None, 0
         finally:

@@ -73,8 +73,8 @@ def record(run: Run, entry: Entry) -> None:
         run(WRITE_TEXT, (entry.namespace, *entry.text))
 
 
-def next_row(last: Any, found: Any) -> Any:
+def next_row(last: Any, row: Any) -> Any:
     """The last row read. Raises StoreError unless it comes after the one before: asking on would never end."""
-    if found <= last:
+    if row <= last:
         raise StoreError("the catalog is damaged: its rows are out of order. Run cacheclip store repair.")
-    return found
+    return row

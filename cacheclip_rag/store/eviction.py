@@ -28,14 +28,14 @@ def make_room(
         """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
         nonlocal evicted
         victims: dict[str, int] = {}
-        found = 0
+        room = 0
         sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
         for victim, size in run(sql, (tenant,)):
-            if found >= excess or (most is not None and len(victims) >= most):
+            if room >= excess or (most is not None and len(victims) >= most):
                 break
             if victim != keep:
                 victims[victim] = size
-                found += size
+                room += size
         freed = 0
         if victims:
             evict([victim for victim in victims if is_key(victim)])
@@ -54,7 +54,7 @@ def make_room(
 
     quota = run("SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'", (namespace,)).fetchone()
     limit = run("SELECT value FROM meta WHERE name = 'max_bytes' AND typeof(value) = 'integer'").fetchone()
-    quota, limit = (found[0] if found else None for found in (quota, limit))
+    quota, limit = (row[0] if row else None for row in (quota, limit))
     for keep in (key, ""):  # the key's older version goes last: it is lost if the write fails
         if (excess := over(namespace, quota)) > 0:
             free(namespace, excess, keep)
@@ -72,15 +72,15 @@ def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -
     """The tenant with the most bytes, if ``writing`` writes ``num_bytes`` more, and by how many bytes it is ahead of
     the next."""
     sql = "SELECT namespace, CAST(bytes AS INTEGER) FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
-    found = dict(run(sql, (EVERYONE, len(without) + 2)).fetchall())
+    held_by = dict(run(sql, (EVERYONE, len(without) + 2)).fetchall())
     if held := _bytes_of(run, writing):
-        found[writing] = held + num_bytes
-    ranked = sorted(((size, name) for name, size in found.items() if name not in without), reverse=True)
+        held_by[writing] = held + num_bytes
+    ranked = sorted(((size, name) for name, size in held_by.items() if name not in without), reverse=True)
     if not ranked:
         return None, 0
     return ranked[0][1], ranked[0][0] - (ranked[1][0] if len(ranked) > 1 else 0)
 
 
 def _bytes_of(run: Run, namespace: str) -> int:
-    found = run("SELECT CAST(bytes AS INTEGER) FROM totals WHERE namespace = ?", (namespace,)).fetchone()
-    return int(found[0]) if found else 0
+    row = run("SELECT CAST(bytes AS INTEGER) FROM totals WHERE namespace = ?", (namespace,)).fetchone()
+    return int(row[0]) if row else 0

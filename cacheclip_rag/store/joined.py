@@ -63,10 +63,10 @@ class Joined:
         arrays = []
         for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
-            found = [of_piece[index][number][own] for of_piece in self._arrays]
-            side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
+            pieces = [of_piece[index][number][own] for of_piece in self._arrays]
+            side_by_side = np.concatenate(pieces, part.axis) if len(pieces) > 1 else pieces[0]
             array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
-            if part.shape[part.axis] == 1 and len(found) > 1:  # holds for all tokens of a chunk
+            if part.shape[part.axis] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
                 array = array.index_select(part.axis, self._piece_of_token.to(device))
             arrays.append(array)
         return codec.combine(arrays)
@@ -91,17 +91,17 @@ class Joined:
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
     """Put KV, each with where its first token belongs, in order and without overlap, side by side: neighbouring pieces
     of one kind each. No layer is read before it is asked for."""
-    end, found = 0, list[tuple[int, KV]]()
+    end, placed = 0, list[tuple[int, KV]]()
     for start, kv in pieces:
         assert start >= end, f"the pieces must come in order, got one at {start} after the end of another at {end}"
         end = start + kv.shape[3]
         if kv.shape[3]:
-            found.append((start, kv))
+            placed.append((start, kv))
     # equal for KV that differs in numbers of tokens only
     groups = (
         [*group]
         for _, group in groupby(
-            found,
+            placed,
             key=lambda piece: (
                 (piece[1].codec, piece[1].frame.shape[:3], piece[1].frame.shape[4])
                 if isinstance(piece[1], StoredKV)

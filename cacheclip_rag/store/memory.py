@@ -34,13 +34,13 @@ class MemoryBackend(Backend):
         self._lock = threading.Lock()
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
-        found: dict[str, Buffer] = {}
+        payloads: dict[str, Buffer] = {}
         with self._lock:
             for key in keys:
                 if key in self._payloads:
                     self._payloads.move_to_end(key)
-                    found[key] = self._payloads[key]
-        return found
+                    payloads[key] = self._payloads[key]
+        return payloads
 
     def put(self, key: str, data: Buffer) -> None:
         size = memoryview(data).nbytes

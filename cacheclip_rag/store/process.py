@@ -118,10 +118,10 @@ if hasattr(os, "register_at_fork"):
 
 def _is_regular(folder: Folder, name: str) -> bool:
     """Whether a name is a file's: nothing else can be locked by a writer."""
-    found = folder.status(name)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    status = folder.status(name)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _is_there(folder: Folder, name: str, file: int) -> bool:
-    found = folder.status(name)
-    return found is not None and found.st_ino == os.fstat(file).st_ino
+    status = folder.status(name)
+    return status is not None and status.st_ino == os.fstat(file).st_ino

@@ -48,16 +48,16 @@ class StoreReader:
             return of_heads
         sink = FrameSink(key)
         try:
-            found = self._tiers.find(key, sink)
-            if found is not None:
-                frame = sink.frame or Frame.parse(found[0], key)
+            payload = self._tiers.find(key, sink)
+            if payload is not None:
+                frame = sink.frame or Frame.parse(payload[0], key)
                 frame.verify(sink.verified)
         except FrameError as error:
             raise FrameError(f"entry {key[:12]}… cannot be used: {error}") from error
-        if found is None:
+        if payload is None:
             raise FrameError(f"entry {key[:12]}… is not in {split_hot(str(self.store))[0]}")
         self._check(frame, codec)
-        self._tiers.promote(key, *found)
+        self._tiers.promote(key, *payload)
         return StoredKV(frame)
 
     def _heads_of(self, key: str, codec: str) -> StoredKV | None:

@@ -47,15 +47,15 @@ class Sources:
 
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         gone = set(gone)
-        found: dict[bytes, str] = {}
+        texts: dict[bytes, str] = {}
         for name in sorted(gone):
             for digest, text in self._texts_of(namespace, name):
                 holders = self._database.query(
                     "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (namespace, digest)
                 )
                 if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
-                    found[digest] = text
-        return list(found.values())
+                    texts[digest] = text
+        return list(texts.values())
 
     def remove(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
@@ -69,12 +69,12 @@ class Sources:
 
     def altered(self) -> list[int]:
         """Rows of sources whose text does not have its digest."""
-        found, last = [], 0
+        altered, last = [], 0
         sql = f"SELECT rowid, {_SOURCE} FROM sources WHERE rowid > ? ORDER BY rowid LIMIT 1000"
         while rows := self._database.query(sql, (last,)):
-            found += [row for row, *source in rows if not [*_intact([source])]]
+            altered += [row for row, *source in rows if not [*_intact([source])]]
             last = next_row(last, rows[-1][0])
-        return found
+        return altered
 
     def drop(self, rows: Iterable[int]) -> None:
         """Remove these rows of sources."""

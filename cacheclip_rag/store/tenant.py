@@ -162,13 +162,13 @@ class TenantStore(Closing):
     def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
         """What reading these keys would take: medium and bytes, by key. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""
-        tiers, found = self.chunk_store.tiers, dict[str, tuple[str, int]]()
+        tiers, reads = self.chunk_store.tiers, dict[str, tuple[str, int]]()
         for key, entry in self.look_up(keys)[1].items():
             with suppress(OSError):
                 holder = tiers.holder(key)
                 if not holder.in_memory:
-                    found[key] = holder.medium(key), entry.num_bytes
-        return found
+                    reads[key] = holder.medium(key), entry.num_bytes
+        return reads
 
     @property
     def reads_parts(self) -> bool:
@@ -202,12 +202,12 @@ class TenantStore(Closing):
         sink = _EntrySink(self.chunk_store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
         tier = len(tiers.backends) - 1
         try:
-            found = tiers.find(key, sink, first)
-            if found is None:
+            payload = tiers.find(key, sink, first)
+            if payload is None:
                 if entry is not None:
                     self._correct(key)
                 return None
-            data, tier = found
+            data, tier = payload
             frame = sink.frame or checked_frame(Frame.parse(data, key), shape)
             if frame.namespace != self.namespace:
                 raise FrameError("it belongs to another tenant")

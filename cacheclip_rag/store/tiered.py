@@ -112,10 +112,10 @@ class TieredStore(Closing, ABC):
             OSError: it cannot be read now, and may be intact.
             MemoryError: likewise.
         """
-        found = self.tiers.head(key, _HEAD_BYTES)
-        if found is not None and _HEAD_BYTES < (needed := Frame.header_bytes(found[0])) <= _MOST_HEADER_BYTES:
-            found = self.tiers.head(key, needed)
-        return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
+        head = self.tiers.head(key, _HEAD_BYTES)
+        if head is not None and _HEAD_BYTES < (needed := Frame.header_bytes(head[0])) <= _MOST_HEADER_BYTES:
+            head = self.tiers.head(key, needed)
+        return Frame.parse(head[0], key, num_bytes=head[1]) if head is not None else None
 
     def stats(self) -> StoreStats:
         """Sizes and counters."""

@@ -88,8 +88,8 @@ class Tiers(Backend):
     def begin(self, key: str, num_bytes: int) -> tuple[Buffer, int, int] | None:
         """As :meth:`head`, of the fastest tier outside memory that has the payload; and the tier's number."""
         for number, backend in enumerate(self.backends):
-            if not backend.in_memory and (found := backend.head(key, num_bytes)) is not None:
-                return *found, number
+            if not backend.in_memory and (head := backend.head(key, num_bytes)) is not None:
+                return *head, number
         return None
 
     def read_part(self, key: str, start: int, target: memoryview, tier: int = -1) -> int:
@@ -146,14 +146,14 @@ class Tiers(Backend):
         return self._stats
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
-        found: dict[str, Buffer] = {}
+        payloads: dict[str, Buffer] = {}
         wanted = [*keys]
         for number, backend in enumerate(self.backends):
-            new = backend.get_many([key for key in wanted if key not in found])
+            new = backend.get_many([key for key in wanted if key not in payloads])
             for key, data in new.items():
                 self.promote(key, data, number)
-            found.update(new)
-        return found
+            payloads.update(new)
+        return payloads
 
     def put(self, key: str, data: Buffer) -> None:
         self.last.put(key, data)  # first: faster tiers serve only durable payloads

@@ -111,14 +111,16 @@ class BackendConformance:
     def test_missing_keys_are_left_out(self, backend: Backend) -> None:
         assert backend.get_many([sample_key(1)]) == {}
         backend.put(sample_key(2), sample_payload(2))
-        found = backend.get_many([sample_key(1), sample_key(2), sample_key(3)])
-        assert list(found) == [sample_key(2)]
+        payloads = backend.get_many([sample_key(1), sample_key(2), sample_key(3)])
+        assert list(payloads) == [sample_key(2)]
 
     def test_many_at_once(self, backend: Backend) -> None:
         for number in range(5):
             backend.put(sample_key(number), sample_payload(number))
-        found = backend.get_many(sample_key(number) for number in (3, 0, 9, 3))
-        assert {key: bytes(data) for key, data in found.items()} == {sample_key(n): sample_payload(n) for n in (0, 3)}
+        payloads = backend.get_many(sample_key(number) for number in (3, 0, 9, 3))
+        assert {key: bytes(data) for key, data in payloads.items()} == {
+            sample_key(n): sample_payload(n) for n in (0, 3)
+        }
 
     def test_no_key_at_all(self, backend: Backend) -> None:
         assert backend.get_many([]) == {} and backend.delete([]) == 0
@@ -139,10 +141,10 @@ class BackendConformance:
     def test_payload_in_hand_survives_deletion_and_replacement(self, backend: Backend) -> None:
         for number in (1, 2):
             backend.put(sample_key(number), sample_payload(number))
-        found = backend.get_many([sample_key(1), sample_key(2)])
+        payloads = backend.get_many([sample_key(1), sample_key(2)])
         backend.delete([sample_key(1)])
         backend.put(sample_key(2), sample_payload(3))
-        assert [bytes(data) for data in found.values()] == [sample_payload(1), sample_payload(2)]
+        assert [bytes(data) for data in payloads.values()] == [sample_payload(1), sample_payload(2)]
 
     # -- what the store asks beside payloads -------------------------------------------------------------------
 
@@ -183,9 +185,9 @@ class BackendConformance:
         assert backend.head(sample_key(1), 10) is None
         backend.put(sample_key(1), sample_payload(1))
         for num_bytes in (0, 10, 5000):
-            found = backend.head(sample_key(1), num_bytes)
-            assert found is not None and found[1] == 1000
-            assert bytes(found[0])[:num_bytes] == sample_payload(1)[:num_bytes]
+            head = backend.head(sample_key(1), num_bytes)
+            assert head is not None and head[1] == 1000
+            assert bytes(head[0])[:num_bytes] == sample_payload(1)[:num_bytes]
 
     def test_a_part_of_a_payload(self, backend: Backend) -> None:
         """Of a backend that has parts; the others' are right, too, but slow."""
@@ -276,6 +278,6 @@ class BackendConformance:
 
 
 def _got(backend: Backend, number: int) -> bytes:
-    found = backend.get_many([sample_key(number)])
-    assert sample_key(number) in found, f"payload {number} is gone"
-    return bytes(found[sample_key(number)])
+    payloads = backend.get_many([sample_key(number)])
+    assert sample_key(number) in payloads, f"payload {number} is gone"
+    return bytes(payloads[sample_key(number)])

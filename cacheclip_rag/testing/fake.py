@@ -125,9 +125,9 @@ class FakeRuntime(Runtime):
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         check_encodable(text)
-        found = list(_TOKEN.finditer(text))
-        ids = tuple(self._id_of(match[0]) for match in found)
-        return TokenizedText(ids, tuple(match.span() for match in found))
+        matches = list(_TOKEN.finditer(text))
+        ids = tuple(self._id_of(match[0]) for match in matches)
+        return TokenizedText(ids, tuple(match.span() for match in matches))
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         return "".join(self._words[token] for token in ids if token != _END).strip()

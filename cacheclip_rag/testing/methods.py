@@ -65,8 +65,8 @@ class Observed(Method):
         return chosen
 
     def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
-        found = self.seen["filter"] = self.inner.row_filter(view, rows)
-        return found
+        chosen = self.seen["filter"] = self.inner.row_filter(view, rows)
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +128,19 @@ class MethodConformance(ABC):
     def test_ratio_one_is_full_prefill(self, prompt_case: PromptCase, method: Method) -> None:
         if not (method.has_ratio and method.exact_at_one):
             return
-        found = prompt_case.prefill(method.at(1.0))
-        expected = prompt_case.reference(found.layout.ids)
-        assert found.stats.effective_ratio == 1.0
-        assert logit_gap(found.logits, expected) < EXACT
+        prefilled = prompt_case.prefill(method.at(1.0))
+        expected = prompt_case.reference(prefilled.layout.ids)
+        assert prefilled.stats.effective_ratio == 1.0
+        assert logit_gap(prefilled.logits, expected) < EXACT
         assert logit_gap(prompt_case.prefill(_direct(method)).logits, expected) > DIFFERENT, "direct reuse must differ"
 
     def test_ratio_zero_is_direct_reuse(self, prompt_case: PromptCase, method: Method) -> None:
         if not (method.has_ratio and self.zero_is_direct):
             return
-        found = prompt_case.prefill(method.at(0.0))
-        assert found.stats.recomputed_tokens == 0 and found.stats.charged_ratio == 0.0
+        prefilled = prompt_case.prefill(method.at(0.0))
+        assert prefilled.stats.recomputed_tokens == 0 and prefilled.stats.charged_ratio == 0.0
         direct = prompt_case.prefill(_direct(method)).logits
-        assert logit_gap(found.logits, direct) < EXACT
+        assert logit_gap(prefilled.logits, direct) < EXACT
         assert logit_gap(prompt_case.prefill(method.at(0.5)).logits, direct) > 1e-3, "what is recomputed must show"
 
     @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])

@@ -115,8 +115,8 @@ class RuntimeConformance:
         together, alone = ([runtime.prefill(ids[n:], len(ids))[0] for n in range(3)] for _ in range(2))
         for step in range(3):
             tokens = ids[step : step + 3].tolist()
-            found = runtime.decode_steps(together, tokens)
-            for state, token, logits in zip(alone, tokens, found, strict=True):
+            of_all = runtime.decode_steps(together, tokens)
+            for state, token, logits in zip(alone, tokens, of_all, strict=True):
                 assert float((runtime.decode_step(state, token) - logits).abs().max()) <= self.tolerance
         assert [state.get_seq_length() for state in together] == [len(ids) + 3 - n for n in range(3)]
 

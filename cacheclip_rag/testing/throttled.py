@@ -76,9 +76,9 @@ class ThrottledBackend(Backend):
         return count
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
-        found = self.backend.head(key, num_bytes)
-        self._wait(memoryview(found[0]).nbytes if found is not None else 0)
-        return found
+        head = self.backend.head(key, num_bytes)
+        self._wait(memoryview(head[0]).nbytes if head is not None else 0)
+        return head
 
     def put(self, key: str, data: Buffer) -> None:
         self.backend.put(key, data)
