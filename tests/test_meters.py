@@ -23,9 +23,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 49, 306
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 16_831
+MOST_CODE = 16_839
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (25, 3, 0)
+MOST_LARGE = (20, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0
@@ -33,7 +33,7 @@ LARGEST_CIRCLE = 0
 MOST_DEEP_NAMES = 5
 """Names that docs, examples and benchmarks take from modules that are not public."""
 MOST_SHARED_CLASS_NAMES = 2
-MOST_VAGUE_NAMES = 395
+MOST_VAGUE_NAMES = 390
 """Uses of variables that are called ``given`` or ``found``, whatever was given or found."""
 
 

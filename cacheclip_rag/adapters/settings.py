@@ -109,7 +109,7 @@ class EngineFields(BaseModel):
 
     @classmethod
     def _named(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
+        """Values with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
         aliases = aliases_of(cls.model_fields)
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
         refuse_removed(sorted(values), SETTINGS)
@@ -243,7 +243,7 @@ class ModelFields(EngineFields):
         self._call_options({})
 
     def _call_options(self, options: Mapping[str, Any]) -> CallOptions:
-        """Options of a call, in which those of ``given`` override the fields. What changes no answer, such as ``n=1``
+        """Options of a call, in which ``options`` override the fields. What changes no answer, such as ``n=1``
         or ``user``, is left out. Raises ConfigurationError: another unknown option, or a value out of range."""
         known = {*type(self).model_fields, *_OPTIONS}
         options = with_tool_choice(

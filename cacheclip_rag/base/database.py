@@ -114,7 +114,7 @@ class Database(Closing):
         began = time.monotonic()
         while True:
             with self.lock:
-                self.file.begin_statement(LONGEST_S if _patience.get() is None else _HURRIED_S)
+                self.file.until = time.monotonic() + (LONGEST_S if _patience.get() is None else _HURRIED_S)
                 try:
                     if self._connection is None and not self.exists:
                         with closing(self.file.in_memory()) as empty:  # reading makes no file
@@ -139,7 +139,7 @@ class Database(Closing):
         """A transaction that no other process writes in; yields ``run(sql, arguments)``. Undone if the block raises."""
         with self._begun() as connection:
             try:
-                self.file.begin_statement(LONGEST_S if _patience.get() is None else _HURRIED_S)
+                self.file.until = time.monotonic() + (LONGEST_S if _patience.get() is None else _HURRIED_S)
                 try:
                     yield connection.execute
                     self._commit(connection)

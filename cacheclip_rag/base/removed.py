@@ -115,7 +115,7 @@ def refuse_removed_modules() -> None:
 
 
 def refuse_removed(names: Iterable[str], table: Mapping[str, str]) -> None:
-    """Raise ConfigurationError with the sentence of each ``given`` name that is in ``table``."""
+    """Raise ConfigurationError with the sentence of each of the ``names`` that is in ``table``."""
     sentences = [table[name] for name in names if name in table]
     if sentences:
         raise ConfigurationError(" ".join(sentences))

@@ -40,12 +40,8 @@ class SqliteFile:
         self.path, self._schema, self._version = path, schema, version
         self.read_only = False
         """Whether the file may only be read; known after the first connection."""
-        self._until = 0.0
-        """When the statement that runs is interrupted."""
-
-    def begin_statement(self, most_s: float = LONGEST_S) -> None:
-        """The statement that comes next may take so long."""
-        self._until = time.monotonic() + most_s
+        self.until = 0.0
+        """When, by :func:`time.monotonic`, the statement that runs is interrupted."""
 
     def connect(self) -> sqlite3.Connection:
         """A connection with the tables of the schema. Raises StoreError, or an error of SQLite's module."""
@@ -99,7 +95,7 @@ class SqliteFile:
         connection.execute("PRAGMA trusted_schema=OFF")
         connection.text_factory = _TEXT
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
-        connection.set_progress_handler(lambda: time.monotonic() > self._until, _STEPS)
+        connection.set_progress_handler(lambda: time.monotonic() > self.until, _STEPS)
         connection.create_function("is_text", 1, _is_text, deterministic=True)
         return connection
 
@@ -157,7 +153,7 @@ class SqliteFile:
     def rows_of_another(self, path: Path, sql: str, table: str) -> Iterator[tuple[Any, ...]]:
         """Rows of a query of a damaged file with these tables, until the first damaged page. Rows with text that is not
         UTF-8 are left out, and all if the table is not made as ours."""
-        self.begin_statement()
+        self.until = time.monotonic() + LONGEST_S
         with suppress(StoreError, sqlite3.Error, UnicodeError, MemoryError), closing(self.in_memory()) as own:
             self._refuse_what_is_no_file(path)
             known = _objects(own)

@@ -167,12 +167,13 @@ class Search:
         for start, stop in self._edges:
             self._longest[start:stop] = stop - start
 
-    def take(self, stored: Sequence[str], given: Sequence[str], given_whole: Sequence[TextMatch]) -> None:
-        """Look for these texts too. ``stored``: texts whose words the catalog may lack. ``given``: texts that are not
-        stored, which take part where stored texts do not cover them; those found as a whole are ``given_whole``."""
+    def take(self, stored: Sequence[str], documents: Sequence[str], given_whole: Sequence[TextMatch]) -> None:
+        """Look for these texts too. ``stored``: texts whose words the catalog may lack. ``documents``: texts that are
+        not stored, which take part where stored texts do not cover them; those found as a whole are
+        ``given_whole``."""
         self._num_stored, self._given_whole = len(stored), given_whole
         whole = {self._compared.text[match.start : match.stop] for match in given_whole}
-        for number, text in enumerate([*stored, *(text for text in given if text not in whole)], 1):
+        for number, text in enumerate([*stored, *(text for text in documents if text not in whole)], 1):
             if len(text) <= self._room:
                 self._room -= len(text)
                 self._sources[-number] = Compared(text)
@@ -193,7 +194,7 @@ class Search:
             matches = self._with_altered(matches, free)
         return self._with_rewritten(matches) if self._room >= 0 and gaps.max() >= _LEAST_LOST else matches
 
-    def _with_given(self, of_stored: list[TextMatch], stored: list[Part], given: list[Part]) -> list[TextMatch]:
+    def _with_given(self, of_stored: list[TextMatch], stored: list[Part], of_documents: list[Part]) -> list[TextMatch]:
         """The cover by stored and given texts. A given text that is covered by whole stored texts and few pieces of
         others takes no part. A text of scraps is better stored as a chunk of its own."""
         compared = self._compared
@@ -209,7 +210,7 @@ class Search:
 
         alone = [match for match in self._given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
         whole += [compared.range_of(match.start, match.stop) for match in alone]
-        others = [part for part in given if not is_covered(part.start, part.stop)]
+        others = [part for part in of_documents if not is_covered(part.start, part.stop)]
         return cover(compared, [*stored, *others], [*self._whole, *alone]) if others or alone else of_stored
 
     def _parts(self) -> Iterator[Part]:

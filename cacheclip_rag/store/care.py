@@ -67,9 +67,7 @@ def verify(folder: Path) -> VerifyReport:
         report.problems.append(f"catalog: {error}")
     report.entries = len(entries or ())
     _verify_payloads(store, entries, report)
-    last = store.tiers.last
-    if isinstance(last, DiskBackend):
-        report.unknown_files += ["/".join(names) for names in last.foreign()]
+    report.unknown_files += ["/".join(names) for names in _disk(store).foreign()]
     try:
         report.unknown_files += [f"tmp/{name}" for name in _left_behind(store)]
     except OSError as error:
@@ -180,10 +178,9 @@ def repair(folder: Path) -> RepairReport:
         report.moved_files.append(_move_aside(names, folder))
     store = ChunkStore.open(folder)
     store.sweep()
-    last = store.tiers.last
-    assert isinstance(last, DiskBackend), "a store in a folder is on disk"
+    disk = _disk(store)
     for name in _left_behind(store):
-        if last.writer_of(name) is not None and last.remove_temporaries([name]):
+        if disk.writer_of(name) is not None and disk.remove_temporaries([name]):
             report.removed_files.append(f"tmp/{name}")
         else:
             report.moved_files.append(_move_aside(("tmp", name), folder))
@@ -242,11 +239,9 @@ def collect_garbage(folder: Path) -> dict[str, int]:
         StoreError: the folder is no store, or may not be written.
     """
     store = open_store(folder)
-    removed = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
-    last = store.tiers.last
-    if isinstance(last, DiskBackend):
-        left = [name for name in _left_behind(store) if last.writer_of(name) is not None]
-        removed["temporaries"] = last.remove_temporaries(left)
+    removed, disk = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}, _disk(store)
+    left = [name for name in _left_behind(store) if disk.writer_of(name) is not None]
+    removed["temporaries"] = disk.remove_temporaries(left)
     present, failed = _listed(store)
     for key in present if store.catalog.is_complete else ():  # else it does not know all payloads
         if store.catalog.announcements.is_announced(key):
@@ -376,18 +371,22 @@ def _listed(store: ChunkStore) -> tuple[list[str], OSError | None]:
 
 
 def _name_of(store: ChunkStore, key: str) -> str:
-    last = store.tiers.last
-    return str(last.path_of(key).relative_to(last.folder.parent)) if isinstance(last, DiskBackend) else key
+    disk = _disk(store)
+    return str(disk.path_of(key).relative_to(disk.folder.parent))
 
 
 def _left_behind(store: ChunkStore) -> list[str]:
     """Names among the temporary files whose writers do not live."""
-    last = store.tiers.last
-    if not isinstance(last, DiskBackend):
-        return []
-    names = last.temporaries()
+    disk = _disk(store)
+    names = disk.temporaries()
     living = store.writes.living()  # after ``names``: a writer registers before it writes
-    return [name for name in names if last.writer_of(name) not in living]
+    return [name for name in names if disk.writer_of(name) not in living]
+
+
+def _disk(store: ChunkStore) -> DiskBackend:
+    disk = store.tiers.last
+    assert isinstance(disk, DiskBackend), "a store in a folder is on disk"
+    return disk
 
 
 def _move_aside(names: Sequence[str], folder: Path) -> str:

@@ -20,7 +20,7 @@ from ..base.database import OutageWarning, waiting_at_most
 
 if TYPE_CHECKING:
     from .tiers import Tiers
-    from .view import CatalogView
+    from .view import ErasuresView
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class KVHolder(Protocol):
 class Erasures:
     """What is erased from one store, for those in this process who hold KV of it. Safe to share between threads."""
 
-    def __init__(self, catalog: CatalogView, tiers: Tiers) -> None:
+    def __init__(self, catalog: ErasuresView, tiers: Tiers) -> None:
         self._catalog, self._tiers = catalog, tiers
         self._seen: weakref.WeakKeyDictionary[KVHolder, tuple[str, object]] = weakref.WeakKeyDictionary()
         """By holder, its tenant and the number that it has followed."""

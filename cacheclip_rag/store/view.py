@@ -28,7 +28,20 @@ class SourcesView(Protocol):
         """Remove sources and documents; with ``texts``, only from these texts."""
 
 
-class CatalogView(Protocol):
+class ErasuresView(Protocol):
+    """What others erased from a store."""
+
+    def erasures(self, namespace: str) -> int | None:
+        """A number that changes when something of a tenant is erased; 0: nothing was; None: there is no catalog."""
+
+    def note_erasure(self, namespace: str) -> None:
+        """Let all processes of the store drop what they hold of a tenant."""
+
+    def unknown_of(self, keys: Sequence[str]) -> list[str]:
+        """The keys that have no entry of anyone."""
+
+
+class CatalogView(ErasuresView, Protocol):
     """Entries, texts and sources of a store, by tenant. Safe to share between threads.
 
     An entry of another tenant is answered as one that does not exist. All methods raise StoreError if the catalog
@@ -70,15 +83,6 @@ class CatalogView(Protocol):
 
     def tenants(self) -> dict[str, Total]:
         """What each tenant holds that holds anything."""
-
-    def erasures(self, namespace: str) -> int | None:
-        """A number that changes when something of a tenant is erased; 0: nothing was; None: there is no catalog."""
-
-    def note_erasure(self, namespace: str) -> None:
-        """Let all processes of the store drop what they hold of a tenant."""
-
-    def unknown_of(self, keys: Sequence[str]) -> list[str]:
-        """The keys that have no entry of anyone."""
 
     def check_writable(self) -> None:
         """Raise StoreError if nothing can be written now."""

@@ -53,8 +53,8 @@ def problems_in_threads(work: Callable[[int, list[str]], None]) -> list[str]:
     return problems
 
 
-class BackendConformance:
-    """Inherit it in a class whose name begins with ``Test``, and implement the three methods."""
+class BackendCase:
+    """A backend, and a way around it to its medium."""
 
     persists = True
     """Whether a second backend on the same folder sees what the first one wrote."""
@@ -86,7 +86,9 @@ class BackendConformance:
     def backend(self, folder: Path) -> Backend:
         return self.make_backend(folder)
 
-    # -- reading and writing ------------------------------------------------------------------------------------
+
+class PayloadConformance(BackendCase):
+    """Reading and writing."""
 
     def test_is_a_backend(self, backend: Backend) -> None:
         assert isinstance(backend, Backend)
@@ -146,7 +148,9 @@ class BackendConformance:
         backend.put(sample_key(2), sample_payload(3))
         assert [bytes(data) for data in payloads.values()] == [sample_payload(1), sample_payload(2)]
 
-    # -- what the store asks beside payloads -------------------------------------------------------------------
+
+class PlaceConformance(BackendCase):
+    """What the store asks beside payloads: parts, sizes, media."""
 
     def test_the_medium_has_a_name(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1))
@@ -206,7 +210,10 @@ class BackendConformance:
             backend.put(sample_key(number), sample_payload(number, num_bytes))
             assert backend.occupied(sample_key(number)) >= backend.round_up(num_bytes) >= num_bytes
 
-    # -- deleting and listing -----------------------------------------------------------------------------------
+
+class BackendConformance(PayloadConformance, PlaceConformance):
+    """Inherit it in a class whose name begins with ``Test``, and implement the three methods of
+    :class:`BackendCase`."""
 
     def test_delete(self, backend: Backend) -> None:
         for number in range(4):
@@ -235,8 +242,6 @@ class BackendConformance:
             backend.delete(map(sample_key, range(20)))
             backend.put(sample_key(30), sample_payload(30))
         assert len(listed) == len(set(listed)) and set(listed) <= {*map(sample_key, range(20)), sample_key(30)}
-
-    # -- lifetime and sharing -----------------------------------------------------------------------------------
 
     def test_usable_after_close(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1))

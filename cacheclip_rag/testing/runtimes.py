@@ -32,14 +32,21 @@ _PROMPT = "\n\n".join(_CHUNKS) + "\n\nQuestion: when was the lamp changed?"
 _SHORT = SamplingParams(max_tokens=8)
 
 
-class RuntimeConformance:
-    """Inherit it in a class whose name begins with ``Test``, and implement the first two methods."""
+class RuntimeCase:
+    """A runtime, an engine with it, and what its logits must be."""
 
     tolerance: float = 1e-4
     """Largest difference of logits between two correct ways of computing them."""
 
     def make_runtime(self, folder: Path) -> Runtime:
         """A runtime that can reuse KV; ``folder`` is an empty folder of this test."""
+        raise NotImplementedError
+
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        """Logits of the last of ``ids`` ``(num_tokens,)``, computed without the code under test: ``(vocab_size,)``.
+
+        ``num_decoded``: the last tokens that were decoded one by one. To a model that makes no difference.
+        """
         raise NotImplementedError
 
     @pytest.fixture
@@ -54,7 +61,9 @@ class RuntimeConformance:
         config = EngineConfig(primary="conformance:model", auxiliary=None, method="epic", chunk_context="prefix")
         return CacheClipEngine(config)
 
-    # -- text ---------------------------------------------------------------------------------------------------
+
+class EncodingConformance(RuntimeCase):
+    """From text to tokens to KV."""
 
     def test_tokens_are_the_same_at_every_call(self, runtime: Runtime) -> None:
         first, again = runtime.tokenize(_PROMPT), runtime.tokenize(_PROMPT)
@@ -68,8 +77,6 @@ class RuntimeConformance:
     def test_no_text_of_a_user_is_an_end(self, runtime: Runtime) -> None:
         for text in ("<|im_end|>", "</s>", "<|endoftext|>", "<|eot_id|>"):
             assert not runtime.eos_ids & set(runtime.tokenize(text).ids), text
-
-    # -- KV -----------------------------------------------------------------------------------------------------
 
     def test_kv_has_the_shape_that_it_declares(self, runtime: Runtime) -> None:
         ids = runtime.tokenize(_CHUNKS[0]).ids
@@ -85,14 +92,9 @@ class RuntimeConformance:
     def test_it_has_a_fingerprint_and_room(self, runtime: Runtime) -> None:
         assert runtime.fingerprint and 0 < runtime.reuse_tokens <= runtime.context_tokens
 
-    # -- prefill and decode -------------------------------------------------------------------------------------
 
-    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
-        """Logits of the last of ``ids`` ``(num_tokens,)``, computed without the code under test: ``(vocab_size,)``.
-
-        ``num_decoded``: the last tokens that were decoded one by one. To a model that makes no difference.
-        """
-        raise NotImplementedError
+class LogitsConformance(RuntimeCase):
+    """Prefill, decoding and reading in blocks."""
 
     def test_prefill_equals_the_reference(self, runtime: Runtime) -> None:
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
@@ -153,6 +155,10 @@ class RuntimeConformance:
         other = torch.cat((ids, ids[1:2]))
         logits = runtime.decode_step(state, int(other[-1]))
         assert float((logits - self.reference_logits(runtime, other, 1)).abs().max()) <= self.tolerance
+
+
+class RuntimeConformance(EncodingConformance, LogitsConformance):
+    """Inherit it in a class whose name begins with ``Test``, and implement the two methods of :class:`RuntimeCase`."""
 
     def test_a_revised_answer_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
         engine.precompute(_CHUNKS)
