@@ -46,7 +46,7 @@ class TestLlamaIndex:
     @pytest.mark.parametrize(
         ("mode", "options", "ours"),
         [
-            *((mode, {}, mode == "tree_summarize") for mode in MODES),
+            *((mode, {}, mode in ("tree_summarize", "simple_summarize")) for mode in MODES),
             *((mode, {"output_cls": Town}, mode == "compact") for mode in MODES),
             *((mode, {"structured_answer_filtering": True}, False) for mode in ("refine", "compact")),  # alone have it
         ],

@@ -19,7 +19,7 @@ from llama_index.core import (
     get_response_synthesizer,
     load_index_from_storage,
 )
-from llama_index.core.base.response.schema import PydanticResponse, Response
+from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import MockLLM
@@ -101,6 +101,22 @@ class TestSynthesizer:
         llm.complete("Who lit the lamp?", question="the lamp")
         llm.complete("Who lit the lamp?")
         assert seen.asked[-2:] == ["the lamp", None]
+
+    async def test_a_summary_of_whole_chunks_four_ways(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str
+    ) -> None:
+        """This mode is answered by ours alone, and streamed by it."""
+        llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
+        whole = CacheClipSynthesizer(llm=llm, response_mode="simple_summarize")
+        streamed = CacheClipSynthesizer(llm=llm, response_mode="simple_summarize", streaming=True)
+        texts = [str(whole.synthesize(question, nodes)), str(await whole.asynthesize(question, nodes))]
+        answer = streamed.synthesize(question, nodes)
+        assert isinstance(answer, StreamingResponse)
+        texts.append("".join(answer.response_gen))
+        answer = await streamed.asynthesize(question, nodes)
+        assert isinstance(answer, AsyncStreamingResponse)
+        texts.append("".join([token async for token in answer.async_response_gen()]))
+        assert texts[0] != "Empty Response" and texts == [texts[0]] * 4
 
     def test_prompts_hold_whole_chunks(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events
