@@ -22,8 +22,8 @@ from .tables import BROUGHT, TABLES, Table
 
 GROUP = "cacheclip.commands"
 _EXPECTED = "a function that gets Commands (see cacheclip_rag.plugins)"
-FAILED: list[str] = []
-"""Entry points whose commands are missing, or some of them, because they failed."""
+FAILED: dict[str, str] = {}
+"""Why commands are missing, by the entry points that bring them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class CommandGroup(TyperGroup):
         refuse_removed(args[:1], OPTIONS)
         if args and self.get_command(ctx, args[0]) is None:
             name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
-            if name in BROUGHT and BROUGHT[name] not in FAILED:
+            if BROUGHT.get(name) in FAILED:
+                raise ConfigurationError(f"cacheclip {name} is missing: {FAILED[BROUGHT[name]]}")
+            if name in BROUGHT:
                 raise MissingExtraError(f"cacheclip {name}", BROUGHT[name])
         return super().resolve_command(ctx, args)
 
@@ -109,7 +111,7 @@ class CommandLine(typer.Typer):
                 try:
                     ask_guest(GROUP, name, methodcaller("__call__", commands), _EXPECTED)
                 except ConfigurationError as error:  # the other commands work
-                    FAILED.append(name)
+                    FAILED[name] = str(error)
                     typer.echo(f"cacheclip: {error} Commands of it are missing.", err=True)
         return self._commands
 

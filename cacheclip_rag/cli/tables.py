@@ -24,7 +24,8 @@ class Table:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            value, kind = getattr(self, each.name), str(each.type).removesuffix(" | None")
+            kind = each.type.__name__ if isinstance(each.type, type) else str(each.type)  # a text in many modules
+            value, kind = getattr(self, each.name), kind.removesuffix(" | None")
             if value is None:
                 continue
             if kind == "int":

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cacheclip_rag.cli import app, options
 from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
 from cacheclip_rag.cli.plugins import GROUP
-from cacheclip_rag.cli.tables import BROUGHT
+from cacheclip_rag.cli.tables import BROUGHT, Table
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.testing import run_without_torch
 from tests.store.samples import failing
@@ -158,6 +158,16 @@ class TestSettingsFile:
     def test_what_it_refuses(self, tmp_path: Path, text: str, words: str) -> None:
         with pytest.raises((ConfigurationError, UnknownModelError), match=re.escape(words)):
             self.given(tmp_path, text)
+
+    def test_tables_of_modules_that_evaluate_annotations(self) -> None:
+        """As modules do without ``from __future__ import annotations``."""
+        own: dict[str, Any] = {"most": 3, "share": 0.5, "is_strict": True, "name": None}
+        types: dict[str, Any] = {"most": int, "share": float | None, "is_strict": bool, "name": str | None}
+        kind: Any = make_dataclass("Own", [(name, types[name], own[name]) for name in own], bases=(Table,))
+        assert vars(kind(**own)) == own
+        for name, wrong in (("most", "3"), ("share", "x"), ("is_strict", 1), ("name", 3)):
+            with pytest.raises(ConfigurationError, match=name):
+                kind(**{name: wrong})
 
     def test_none_is_written_as_the_help_says(self, tmp_path: Path) -> None:
         """A text may be called so."""
