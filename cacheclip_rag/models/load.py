@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..base.checks import check_choice
-from ..base.errors import ConfigurationError, ModelError
+from ..base.errors import ConfigurationError, ModelError, UnsupportedModelError
 from ..base.guests import guests
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
@@ -201,6 +201,11 @@ def load_planning(
     name = os.fspath(name)
     loader = TransformersLoader(name)
     loader.place = os.fspath(resolve(name))
+    if not (Path(loader.place) / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"expected a checkpoint of transformers, whose prompts can be planned without its weights, got {name!r}. "
+            "Name one, or answer with CacheClipEngine."
+        )
 
     def load() -> Runtime:
         files = loader.files

@@ -13,7 +13,7 @@ import pytest
 from typer import Typer
 from typer.main import get_command
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.base import guests as module
 from cacheclip_rag.cli.plugins import GROUP, CommandLine
 from cacheclip_rag.guards import Observer
@@ -217,6 +217,13 @@ def test_a_runtime_that_cannot_be_used_is_left_out(
     for name in ("of-a-test.words", "packaged:of-a-test"):
         with pytest.raises(UnknownModelError, match=f"no model is called.*could not be asked: cannot use {NAMED}"):
             check_name(name)
+
+
+def test_prompts_of_its_models_are_not_planned_for_another_process(install: Install, tmp_path: Path) -> None:
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:WordsLoader"})
+    planner = PlanningEngine(primary="a.words", auxiliary=None, method="epic", store=tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"expected a checkpoint of transformers, .*, got 'a\.words'"):
+        planner.plan("A question.")
 
 
 def test_a_runtime_says_what_it_cannot_do(install: Install) -> None:
