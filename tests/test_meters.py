@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.testing import names_outside_the_door
 from cacheclip_rag.testing.door import PUBLIC
 from tests.conftest import CHUNKS
 from tests.test_imports import MODULES, imported, layer_of, tree
@@ -32,6 +33,10 @@ MOST_MODULES_IN_CIRCLES = 0
 LARGEST_CIRCLE = 0
 MOST_DEEP_NAMES = 5
 """Names that docs, examples and benchmarks take from modules that are not public."""
+MOST_INNER_NAMES_OF_GUESTS_TESTS = 53
+"""Names that tests of guests take from outside the door."""
+MOST_GUESTS_IN_CORE_TESTS = 30
+"""Modules of guests that tests of the core import."""
 MOST_SHARED_CLASS_NAMES = 2
 MOST_VAGUE_NAMES = 390
 """Uses of variables that are called ``given`` or ``found``, whatever was given or found."""
@@ -173,6 +178,24 @@ class TestPublicModules:
         texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in (".md", ".py")]
         found = {name for text in texts for name in deep_names(text)}
         assert len(found) <= MOST_DEEP_NAMES, sorted(found)
+
+    def test_tests_of_guests_enter_by_the_door(self) -> None:
+        """As their modules do, but for these names."""
+        found = {
+            folder.parent.name: names_outside_the_door(folder) for folder in REPOSITORY.glob("integrations/*/tests")
+        }
+        assert len(found) > 7
+        assert sum(map(len, found.values())) <= MOST_INNER_NAMES_OF_GUESTS_TESTS, found
+
+    def test_tests_of_the_core_import_few_guests(self) -> None:
+        guests = r"cacheclip_(?!rag\b)[\w.]+|langchain_cacheclip[\w.]*|llama_index\.[\w.]*cacheclip[\w.]*"
+        statement = rf"^\s*(?:from|import) ({guests})"
+        found = {
+            f"{file.relative_to(REPOSITORY)}: {name}"
+            for file in (REPOSITORY / "tests").rglob("*.py")
+            for name in re.findall(statement, file.read_text(encoding="utf-8"), re.MULTILINE)
+        }
+        assert 0 < len(found) <= MOST_GUESTS_IN_CORE_TESTS, sorted(found)
 
     def test_deep_names_are_seen(self) -> None:
         text = """

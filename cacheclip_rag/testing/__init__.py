@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from .backends import BackendConformance as BackendConformance
+    from .backends import (
+        BackendConformance as BackendConformance,
+        sample_key as sample_key,
+        sample_payload as sample_payload,
+    )
     from .command import CommandRun as CommandRun, run_without_torch as run_without_torch
     from .door import names_outside_the_door as names_outside_the_door, names_taken as names_taken
     from .fake import (
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from .tiny import (
         SENTENCES as SENTENCES,
         TINY_MODELS as TINY_MODELS,
+        add_bos as add_bos,
         build_auxiliary as build_auxiliary,
         build_model as build_model,
         make_tokenizer as make_tokenizer,
@@ -40,13 +45,13 @@ if pytest := sys.modules.get("pytest"):  # it is told before the suites are impo
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "backends": "BackendConformance",
+        "backends": "BackendConformance sample_key sample_payload",
         "command": "CommandRun run_without_torch",
         "door": "names_outside_the_door names_taken",
         "fake": "FakeRuntime Latch fake_models fake_of messages_of",
         "methods": "MethodConformance",
         "runtimes": "RuntimeConformance",
         "throttled": "ThrottledBackend",
-        "tiny": "SENTENCES TINY_MODELS build_auxiliary build_model make_tokenizer tiny_spec",
+        "tiny": "SENTENCES TINY_MODELS add_bos build_auxiliary build_model make_tokenizer tiny_spec",
     },
 )

@@ -14,8 +14,7 @@ from ingest_cases import LetterEmbedder, Workshop
 from planted_faults import Broken, Fault
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import ChunkStore, TenantStore, verify
+from cacheclip_rag.store import ChunkStore, TenantStore, text_row, verify
 from cacheclip_rag.testing import SENTENCES
 
 NAMES = ["a.txt", "b.txt", "c.txt"]

@@ -14,10 +14,9 @@ from cacheclip_llamacpp import library, model
 from cacheclip_llamacpp.context import Context
 from tiny_gguf import MakeEngine, write_gguf
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, ModelError
-from cacheclip_rag.models import load
-from cacheclip_rag.models.load import known_context, unload_models
+from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, SamplingParams
+from cacheclip_rag.models import known_context, load
+from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.store.erasures import look_at_all
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from tests.answering.test_turns import until

@@ -17,8 +17,8 @@ from tiny_gguf import MakeEngine
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
 from cacheclip_rag.fusion import in_order
-from cacheclip_rag.fusion.in_order import PlacedKV
-from cacheclip_rag.models.load import loader_of
+from cacheclip_rag.models import loader_of
+from cacheclip_rag.plugins import PlacedKV
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 

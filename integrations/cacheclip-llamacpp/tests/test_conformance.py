@@ -9,8 +9,8 @@ from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.models.load import load_any
-from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.testing.runtimes import RuntimeConformance
+from cacheclip_rag.runtime import Runtime
+from cacheclip_rag.testing import RuntimeConformance
 
 
 class OfArchitecture(RuntimeConformance):

@@ -17,7 +17,8 @@ from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, MakeEngine, logits
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.transformers.rotary import Tables, rotate, unrotate
+from cacheclip_rag.runtime import Tables, rotate
+from cacheclip_rag.runtime.transformers.rotary import unrotate
 from cacheclip_rag.testing.plugin import CHUNKS
 
 WEIGHT = 0.5

@@ -10,7 +10,7 @@ import cacheclip_llamacpp
 import pytest
 from cacheclip_llamacpp.loader import GgufLoader
 
-from cacheclip_rag.models.load import loader_of
+from cacheclip_rag.models import loader_of
 from cacheclip_rag.testing import names_outside_the_door
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from cacheclip_rag import Fresh
 from cacheclip_rag.models.load import load_any, load_tokenizer, unload_models
-from cacheclip_rag.prompt.messages import Message
-from cacheclip_rag.prompt.segments import Fresh
-from cacheclip_rag.runtime.base import Runtime
+from cacheclip_rag.runtime import Message, Runtime
 from cacheclip_rag.testing.plugin import CHUNKS
 
 TEXTS = [

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import Method
+from cacheclip_rag.testing import TINY_MODELS, build_model, tiny_spec
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
-from cacheclip_rag.testing.tiny import TINY_MODELS, build_model, tiny_spec
 
 __all__ = ["ARCHITECTURES", "PROMPT", "TOLERANCE", "MakeEngine", "logits", "write_gguf", "write_header"]
 

@@ -20,10 +20,9 @@ from cacheclip_shared.store import SharedStore
 from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from store_entries import key, kv
 
-from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag import StoreError
 from cacheclip_rag.cli import main
-from cacheclip_rag.store import TenantStore
+from cacheclip_rag.store import TenantStore, text_digest
 
 WHOLE = tenant_folder("whole")
 DAMAGED = {f"damaged {number}": tenant_folder(f"damaged {number}") for number in range(8)}

@@ -12,12 +12,9 @@ from cacheclip_shared.objects import ObjectBackend
 from cacheclip_shared.place import SharedPlace, object_name, tenant_folder
 from cacheclip_shared.testing import Machine, Relay, hits, shared
 
-from cacheclip_rag import SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.store import Backend, StoreReader
-from cacheclip_rag.store.reading_pool import later
-from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
+from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError, SamplingParams
+from cacheclip_rag.store import Backend, StoreReader, later
+from cacheclip_rag.testing import BackendConformance, sample_key, sample_payload
 from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 redis = pytest.importorskip("redis", reason="redis is not installed")

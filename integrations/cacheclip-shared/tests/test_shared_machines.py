@@ -24,13 +24,11 @@ from cacheclip_shared.store import SharedStore
 from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from cacheclip_shared.testing import Machine, Relay, hits, shared
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, SamplingParams, StoreError
 from cacheclip_rag.base import keys
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
-from cacheclip_rag.base.keys import text_digest
-from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs
+from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs, text_digest
 from cacheclip_rag.store.erasures import look_at_all
-from cacheclip_rag.testing.backends import BackendConformance
+from cacheclip_rag.testing import BackendConformance
 from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 

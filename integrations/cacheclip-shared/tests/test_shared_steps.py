@@ -27,7 +27,7 @@ from cacheclip_shared.store import GRACE_S, SharedStore
 from cacheclip_shared.table import TextTable
 from store_steps import Steps, counted_catalogs, failing as failing_catalog, full_disk
 
-from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import TenantStore, chunk_key
 

@@ -27,12 +27,13 @@ from cacheclip_vllm.captures import (
 from cacheclip_vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
 from cacheclip_vllm.parameters import Settings
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
-from cacheclip_rag.models.load import load_model, load_planning
-from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EncodingError, ModelError, UnsupportedModelError
+from cacheclip_rag.models import load_model
+from cacheclip_rag.planning import load_planning
+from cacheclip_rag.runtime import rotate
+from cacheclip_rag.runtime.transformers.rotary import unrotate
+from cacheclip_rag.testing import TINY_MODELS, build_model
 from cacheclip_rag.testing.plugin import CHUNKS
-from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 
 NAME, CONTEXT = "a" * 32, "b" * 32
 LAYERS, HEADS, DIM = 3, 4, 8

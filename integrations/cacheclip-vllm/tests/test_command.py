@@ -18,7 +18,7 @@ from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
 from cacheclip_vllm.settings import ServerSettings
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag import ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 
 KEY = "server-key-1"

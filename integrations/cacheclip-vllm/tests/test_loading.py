@@ -31,11 +31,9 @@ from cacheclip_vllm.scheduling import Load
 from cacheclip_vllm.worker import _telling, model_runner
 from vllm_worker import BLOCK, METHODS, Worker, Writer
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ModelError
+from cacheclip_rag import CacheClipEngine, ModelError
 from cacheclip_rag.models.fingerprint import file_states
-from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.planning import StoredInterval, stored
+from cacheclip_rag.planning import StoredInterval, load_planning, stored
 from cacheclip_rag.store import StoreReader, joined
 from cacheclip_rag.testing.plugin import CHUNKS
 

@@ -36,12 +36,8 @@ from tool_templates import TOOLS_TEMPLATE
 from vllm_inner import METRICS, WORDS, Inner
 from vllm_served import BOTH, CHAT, COMPLETION, NORTH, OWN, PICTURE, PROMPT, SEAL, Served, running
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.models.load import load_planning
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats, PromptTooLongError
+from cacheclip_rag.planning import FusionPlan, load_planning
 from cacheclip_rag.testing.plugin import CHUNKS
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}

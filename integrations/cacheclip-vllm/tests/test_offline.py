@@ -13,8 +13,7 @@ from cacheclip_vllm.offline import FusedLLM
 from cacheclip_vllm.planner import Planner
 from vllm_cases import SEARCH
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, StoreError, UnknownModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, StoreError, UnknownModelError
 
 TEXT = "The harbour was built in the year of the great storm, and its lighthouse was lit by hand until the war. " * 3
 

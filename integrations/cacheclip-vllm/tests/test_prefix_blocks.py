@@ -9,8 +9,9 @@ import pytest
 from cacheclip_vllm.passes import computed_rows
 from cacheclip_vllm.prefix_blocks import Continued, PrefixBlocks
 
-from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
+from cacheclip_rag.fusion.wire import StoredPiece
 from cacheclip_rag.plan.plan import ROWS_FOR_EXACT_KV
+from cacheclip_rag.planning import FusionPlan
 
 BLOCK = 16
 ROOM = {"max_runs": 100, "max_rows": 10_000}

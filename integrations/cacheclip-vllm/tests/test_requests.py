@@ -15,10 +15,9 @@ from cacheclip_vllm.planner import Planner
 from cacheclip_vllm.served import Served
 from certificate_files import save, verdicts_for
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError
-from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
-from cacheclip_rag.models.load import load_planning
+from cacheclip_rag import CacheClipEngine, CertificateError, ConfigurationError
+from cacheclip_rag.fusion.wire import StoredPiece
+from cacheclip_rag.planning import FusionPlan, load_planning
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
 from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 

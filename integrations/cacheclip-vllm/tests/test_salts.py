@@ -11,7 +11,7 @@ from cacheclip_vllm.planner import Planner
 from cacheclip_vllm.settings import ServerSettings
 from vllm_served import BOTH, NORTH, OWN, PICTURE, PROMPT, SEAL, Served, running
 
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import EngineConfig
 
 USER = {"role": "user", "content": PROMPT}
 CHATS: dict[str, dict[str, Any]] = {

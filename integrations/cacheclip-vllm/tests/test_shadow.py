@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cacheclip_vllm.shadow import SHADOW_TOKENS, Shadow
 
-from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.guards import Metrics
 
 GREEDY = {
     "temperature": 0,

@@ -16,7 +16,7 @@ from cacheclip_vllm.planners import Planning
 from cacheclip_vllm.requests import NotPlanned
 from cacheclip_vllm.settings import ServerSettings
 
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import EngineConfig
 
 QUEUED_S, PLANNING_S, FIRST_S, REST_S, READ_S = 32.0, 8.0, 2.0, 0.5, 0.125
 """In the queue of plans, being planned, until vLLM's first byte, and until its last one. No sum of some of them equals

@@ -21,7 +21,7 @@ from cacheclip_vllm.planner import Planner
 from tool_templates import TOOLS_TEMPLATE
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, tiny_spec
+from cacheclip_rag.testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model, tiny_spec
 
 HEADS = {"num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "num_hidden_layers": 4}
 """vLLM's kernels for CPUs want heads of 32 numbers or more."""

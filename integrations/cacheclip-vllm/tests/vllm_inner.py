@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.planning import FusionPlan
 
 WORDS = ["The", " year", " was", " 1904."]
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"

@@ -10,10 +10,9 @@ from cacheclip_lab.evaluation.bench import bench
 from cacheclip_lab.timing.texts import make_texts
 from fake_stats import stats
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.models.load import load_model
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag.measuring import PHASES
+from cacheclip_rag.models import load_model
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from cacheclip_rag.guards import THRESHOLDS, Guarantee, PromisedGate
 from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.measuring import Identity
 from cacheclip_rag.methods import preset
-from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.models import register_runtime
 from cacheclip_rag.testing import FakeRuntime
 
 GATE = (

@@ -24,18 +24,15 @@ from cacheclip_lab.evaluation.records import Record, RecordChunk
 from typer.testing import CliRunner
 
 import cacheclip_rag.guards.certificate as certificates
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError
+from cacheclip_rag import CacheClipEngine, CertificateError, ConfigurationError, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
+from cacheclip_rag.guards import Guarantee, PromisedGate
 from cacheclip_rag.guards.certificate import find_certificate
-from cacheclip_rag.guards.fidelity import kl_divergence
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.models.load import load_model
+from cacheclip_rag.measuring import FusedCache, kl_divergence
+from cacheclip_rag.methods import preset, vary
+from cacheclip_rag.models import load_model
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
-from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)

@@ -26,10 +26,9 @@ from evaluation.test_certify import short_prompts
 from fake_stats import stats
 from fake_time import FakeTime
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, Fresh
 from cacheclip_rag.measuring import kl_divergence
 from cacheclip_rag.methods import preset
-from cacheclip_rag.prompt.segments import Fresh
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 
 INF = float("inf")

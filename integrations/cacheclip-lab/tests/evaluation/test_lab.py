@@ -23,18 +23,13 @@ from cacheclip_lab.evaluation.scores import METRICS
 from cacheclip_lab.evaluation.tables import notes
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Fresh, MissingExtraError
 from cacheclip_rag.measuring import known_kv
-from cacheclip_rag.methods import PRESET_NAMES, preset
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods import PRESET_NAMES, Method, preset, vary
 from cacheclip_rag.methods.direct import Direct
-from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.prompt.segments import Chunk, Fresh
-from cacheclip_rag.runtime.transformers.text import TextModel
+from cacheclip_rag.runtime import TextModel
+from cacheclip_rag.testing import SENTENCES, add_bos
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS
-from cacheclip_rag.testing.tiny import SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 

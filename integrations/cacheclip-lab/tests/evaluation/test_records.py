@@ -16,7 +16,7 @@ from cacheclip_lab.evaluation.records import (
     read_together,
 )
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 GOOD: dict[str, Any] = {
     "id": "q1",

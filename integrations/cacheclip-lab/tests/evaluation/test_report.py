@@ -19,7 +19,7 @@ from cacheclip_lab.evaluation.scores import METRICS
 from cacheclip_lab.evaluation.statistics import paired_bootstrap, paired_ratio
 from cacheclip_lab.evaluation.tables import LENGTHS_TITLE, console_tables, gate_table, notes, table
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
 QUESTIONS = [Record(f"q{n}", "", f"Who keeps lamp {n}?", ("Ada", "Ada Thornbury"), (), {}) for n in range(1, 6)]

@@ -17,7 +17,7 @@ from cacheclip_lab.evaluation.scores import (
     token_f1_zh,
 )
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag import ConfigurationError, MissingExtraError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from cacheclip_lab.evaluation import statistics as module
 from cacheclip_lab.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 DIFFERENCES = [float(x) for x in np.random.default_rng(7).normal(0.3, 1.0, size=50)]
 

@@ -10,11 +10,10 @@ import pytest
 from cacheclip_lab.variants import read_variants
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.methods import preset
-from cacheclip_rag.selection.budget import AlignedWindows, Budget, FixedStarts
-from cacheclip_rag.selection.scorers import AuxiliaryAttention, QueryAttention
+from cacheclip_rag.selection import AlignedWindows, AuxiliaryAttention, Budget, FixedStarts, QueryAttention
 
 FILE = """
 [bare]

@@ -15,7 +15,7 @@ from cacheclip_lab.packaged.catalogue import (
 from cacheclip_lab.packaged.pull import pull
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.models.load import knows_tools
+from cacheclip_rag.models import knows_tools
 
 
 @pytest.fixture(params=list(PACKAGED_MODELS))

@@ -18,7 +18,7 @@ from cacheclip_lab.packaged import pull as pull_module
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
 from cacheclip_lab.packaged.pull import model_folder, pull, pull_gguf
 
-from cacheclip_rag.base.errors import DigestMismatchError, DownloadError, UnknownModelError
+from cacheclip_rag import DigestMismatchError, DownloadError, UnknownModelError
 
 WEIGHTS = b"weights " * 1000
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "1_Pooling/config.json": b"[]"}

@@ -22,18 +22,13 @@ from cacheclip_lab.timing.controller import (
     find_profile,
 )
 
-from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.prompt.known_kv import known_kv
-from cacheclip_rag.selection.budget import FixedStarts
-from cacheclip_rag.selection.scorers import ChunkStart
+from cacheclip_rag import CacheClipEngine, ConfigurationError, FusionStats, Plan
+from cacheclip_rag.measuring import PHASES, known_kv
+from cacheclip_rag.methods import Recompute
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.selection import ChunkStart, FixedStarts
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, disk
-from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.testing.throttled import ThrottledBackend
+from cacheclip_rag.testing import FakeRuntime, ThrottledBackend
 
 IDENTITY = {"primary": "a", "threads": 2}
 PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))

@@ -13,14 +13,13 @@ from cacheclip_lab.timing.controller import Cost, Profile
 from cacheclip_lab.timing.fitting import Timing
 from fake_time import FakeTime
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError
+from cacheclip_rag.measuring import PHASES
 from cacheclip_rag.runtime.transformers import prefix_cache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
+from cacheclip_rag.testing import ThrottledBackend
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
-from cacheclip_rag.testing.throttled import ThrottledBackend
 
 Make = Callable[..., CacheClipEngine]
 

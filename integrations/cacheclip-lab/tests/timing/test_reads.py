@@ -11,7 +11,7 @@ from cacheclip_lab.timing.reads import _NAMESPACE, has_room, measure_reads
 from fake_time import FakeTime
 from store_entries import is_intact, put
 
-from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag import StoreError
 from cacheclip_rag.store import (
     PAGE_CACHE,
     Backend,
@@ -22,7 +22,7 @@ from cacheclip_rag.store import (
     TenantStore,
     Tiers,
 )
-from cacheclip_rag.testing.throttled import ThrottledBackend
+from cacheclip_rag.testing import ThrottledBackend
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]
 KV = [torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]

@@ -9,7 +9,7 @@ import torch
 from cacheclip_lab.training.families import synthetic_samples
 from transformers import AutoModelForCausalLM
 
-from cacheclip_rag.testing.tiny import build_model, make_tokenizer, tiny_spec as of
+from cacheclip_rag.testing import build_model, make_tokenizer, tiny_spec as of
 
 PLANTED = (1, 2)
 """Layer and head."""

@@ -12,8 +12,8 @@ from cacheclip_lab.training.finetune import finetune
 from training.planted import PLANTED, build_planted
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.selection import HeadSet
 from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, score_chunks
-from cacheclip_rag.selection.heads import HeadSet
 
 pytestmark = pytest.mark.usefixtures("with_short_samples")
 

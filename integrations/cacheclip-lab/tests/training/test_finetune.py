@@ -13,11 +13,10 @@ from cacheclip_lab.training.finetune import finetune
 from cacheclip_lab.training.targets import after_sinks
 from typer.testing import CliRunner
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
 from cacheclip_rag.cli import app
-from cacheclip_rag.runtime.base import weights_digest
-from cacheclip_rag.selection.heads import HeadSet, head_set_path
+from cacheclip_rag.models import weights_digest
+from cacheclip_rag.selection import HeadSet, head_set_path
 
 pytestmark = pytest.mark.usefixtures("with_short_samples")
 

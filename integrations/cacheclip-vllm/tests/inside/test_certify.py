@@ -17,8 +17,7 @@ from cacheclip_lab.evaluation.served import NOT_MEASURED, certify_vllm
 from cacheclip_vllm.offline import FusedLLM
 from vllm_engines import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, started
 
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import CertificateError, ConfigurationError, EngineConfig
 from cacheclip_rag.guards import certificate as certificates
 from cacheclip_rag.methods import preset
 

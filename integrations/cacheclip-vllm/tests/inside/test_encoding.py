@@ -30,9 +30,8 @@ from vllm_engines import (
     started,
 )
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, EncodingError
-from cacheclip_rag.testing.tiny import SENTENCES
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EncodingError
+from cacheclip_rag.testing import SENTENCES
 
 LONG = " ".join(SENTENCES[number % 8] for number in range(20))
 TEXTS = [*CHUNKS, LONG, CHUNKS[0] + " It begins as another one does.", "One."]

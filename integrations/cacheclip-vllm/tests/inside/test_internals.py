@@ -10,7 +10,7 @@ from cacheclip_vllm.internals import Internal, missing
 from cacheclip_vllm.offline import FusedLLM
 from vllm_engines import PROMPTS, ask, started
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,9 @@ from vllm_engines import (
     sampling,
 )
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import CacheClipEngine, CertificateError, EngineConfig, UnsupportedModelError
 from cacheclip_rag.methods import preset
-from cacheclip_rag.testing.tiny import build_model
+from cacheclip_rag.testing import build_model
 
 INT8 = {
     "quant_method": "compressed-tensors",

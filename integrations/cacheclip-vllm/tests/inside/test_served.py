@@ -12,7 +12,7 @@ import pytest
 from cacheclip_vllm.served import Served
 from vllm_cases import CHECKPOINTS
 
-from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.planning import load_planning
 
 
 @pytest.mark.parametrize(("file", "given", "kv"), CHECKPOINTS)

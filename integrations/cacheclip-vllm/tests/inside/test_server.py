@@ -23,11 +23,10 @@ from openai import AuthenticationError, BadRequestError, OpenAI
 from serve_cases import play
 from vllm_engines import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 
-from cacheclip_rag import CacheClipEngine, CallOptions, SamplingParams
-from cacheclip_rag.adapters.remote import RemoteEngine
-from cacheclip_rag.base.errors import PromptTooLongError
-from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag import CacheClipEngine, CallOptions, PromptTooLongError, SamplingParams
+from cacheclip_rag.adapters import RemoteEngine
 from cacheclip_rag.methods import preset
+from cacheclip_rag.planning import FusionPlan
 
 KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"
 FLAGS = [
