@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.checks import did_you_mean
 from ..base.errors import (
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ..runtime.transformers.planning import PlanningRuntime
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -104,8 +106,7 @@ class TransformersLoader(ModelLoader):
     @property
     def files(self) -> tuple[FileState, ...]:
         folder = Path(self.place)
-        found: tuple[FileState, ...] = _read(self.name, _FOLDER, lambda: file_states(folder))
-        return found
+        return _read(self.name, _FOLDER, lambda: file_states(folder))
 
     @property
     def own_dtype(self) -> str:
@@ -118,16 +119,12 @@ class TransformersLoader(ModelLoader):
 
     def load(self, *, dtype: str, device: str) -> Runtime:
         folder = Path(self.place)
-        loaded: Runtime = _read(self.name, _FOLDER, lambda: _load(folder, self.name, dtype, device))
-        return loaded
+        return _read(self.name, _FOLDER, lambda: _load(folder, self.name, dtype, device))
 
     def load_planning(self, *, dtype: str, quantization: str | None, backend: str) -> PlanningRuntime:
         """The model without its weights (:func:`.load.load_planning`)."""
         folder = Path(self.place)
-        loaded: PlanningRuntime = _read(
-            self.name, _FOLDER, lambda: _load_planning(folder, self.name, dtype, quantization, backend)
-        )
-        return loaded
+        return _read(self.name, _FOLDER, lambda: _load_planning(folder, self.name, dtype, quantization, backend))
 
 
 def _listed(before: str, names: Sequence[str]) -> str:
@@ -314,7 +311,7 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
     return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
-def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
+def _read(name: str, file: str, read: Callable[[], _T]) -> _T:
     """Run a loader, and turn its errors into ModelError with the file's name. A damaged file raises anything."""
     import torch
 
