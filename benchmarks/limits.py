@@ -300,7 +300,7 @@ def measure_ingest(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def context_of(caches: Any) -> list[tuple[Any, Any]] | None:
     """Keys (after RoPE) and values of the text before every chunk, per layer; None if there is none."""
-    runtime, kv = caches.runtime, caches.prefix_kv
+    runtime, kv = caches.runtime, caches.prefix.kv
     if not kv.shape[3]:
         return None
     cache = runtime.new_cache(kv.shape[3])

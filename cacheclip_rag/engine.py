@@ -223,7 +223,7 @@ class CacheClipEngine(Closing):
         self.texts.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.caches_after_prefix, *loaded):
-            _ = caches.prefix_kv
+            _ = caches.prefix.kv
         ready = self._answering.prefill_only(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)

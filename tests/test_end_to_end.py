@@ -80,7 +80,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
 
     def fused(rotten: int = 0) -> torch.Tensor:
         cache = runtime.new_cache(layout.num_tokens)
-        pieces = [(0, caches.prefix_kv), *((span.start, stored_kv(caches, span)) for span in layout.chunks)]
+        pieces = [(0, caches.prefix.kv), *((span.start, stored_kv(caches, span)) for span in layout.chunks)]
         cache.fill_all(pieces)
         keep = [] if rotten == 0 else [layout.chunks[0]]
         if rotten:

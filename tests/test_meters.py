@@ -24,9 +24,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 49, 306
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 16_843
+MOST_CODE = 16_841
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (20, 3, 0)
+MOST_LARGE = (19, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0

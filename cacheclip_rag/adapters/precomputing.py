@@ -80,7 +80,7 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
     # computed directly, without the store
-    prefix = caches.encode_prefix() if caches.num_prefix else None
+    prefix = caches.prefix.encode() if caches.num_prefix else None
     middle = sorted(texts, key=len)[len(texts) // 2 :]
     batches = [
         [caches.tokenize(text).ids for text in batch]

@@ -147,9 +147,9 @@ class ChunkWriter:
 def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:
     """Compute the KV of chunks for every model where it is missing; returns for how many it was."""
     for caches in models:
-        if not caches.has_prefix and any(chunk not in caches for chunk in chunks):
+        if not caches.prefix.is_known and any(chunk not in caches for chunk in chunks):
             behind.catch_up()
-            _ = caches.prefix_kv  # before another model's chunks may evict it from a store that is full
+            _ = caches.prefix.kv  # before another model's chunks may evict it from a store that is full
     # a list, not a generator: every model must run
     written = [caches.write_many(chunks, behind) for caches in models]
     return sum(any(each) for each in zip(*written, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 
@@ -30,6 +30,45 @@ _TOKENIZED_CHUNKS = 256
 """Tokenised chunks kept per model, because one answer needs each several times. About 80 kB for 512 tokens."""
 
 
+class PrefixKV:
+    """KV before every chunk of a model: of the shared prefix and of the chunk context."""
+
+    def __init__(self, caches: ChunkCaches, codec: str) -> None:
+        self._caches, self._codec = caches, codec
+
+    @cached_property
+    def kv(self) -> torch.Tensor:
+        """Computed or read once: :attr:`ChunkCaches.num_prefix` tokens."""
+        return self._read_or_encode()
+
+    @property
+    def is_known(self) -> bool:
+        return "kv" in vars(self)
+
+    @property
+    def key(self) -> str:
+        return self._caches.key_of((), self._caches.prefix_ids)
+
+    def encode(self) -> torch.Tensor:
+        """:attr:`kv`, computed without the store."""
+        runtime, ids = self._caches.runtime, self._caches.prefix_ids
+        return runtime.encode(ids) if ids else torch.empty(runtime.kv_shape(0), dtype=runtime.dtype)
+
+    def _read_or_encode(self) -> torch.Tensor:
+        caches, codec = self._caches, self._codec
+        if not caches.prefix_ids:
+            return self.encode()
+        key = self.key
+        if (stored := caches.read_key(key, codec, caches.num_prefix)) is not None:
+            return stored.tensor()
+        kv = self.encode()
+        try:
+            caches.store.put(key, kv, codec)
+        except StoreError as error:  # a full disk must not prevent the answer
+            logger.warning("the shared prefix could not be stored: %s", error)
+        return decode_frame(encode_frame(kv, codec, key, namespace=caches.store.namespace), key).tensor()
+
+
 class ChunkCaches:
     """Reads and writes the KV of chunks for one model, one shared prefix and one chunk context."""
 
@@ -44,13 +83,12 @@ class ChunkCaches:
         exact = runtime.kv_codec or str(runtime.dtype).removeprefix("torch.")
         self.is_lossy = not keeps(codec, exact)
         """Whether the codec is coarser than the model's compute dtype."""
-        self._prefix_codec = codec if codec in DTYPES else exact
-        """Every prompt reads the prefix, and it is short: it is not quantised."""
         self.context = context
-        self._prefix: torch.Tensor | None = None
+        # every prompt reads the prefix, and it is short: it is not quantised
+        self.prefix = PrefixKV(self, codec if codec in DTYPES else exact)
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self.runtime.tokenize)
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(
-            lambda text: self._key(self.prefix_ids, self.tokenize(text).ids)
+            lambda text: self.key_of(self.prefix_ids, self.tokenize(text).ids)
         )
 
     def stored_bytes(self, num_tokens: int) -> int:
@@ -58,29 +96,9 @@ class ChunkCaches:
         return self.store.chunk_store.tiers.round_up(size)
 
     @property
-    def prefix_kv(self) -> torch.Tensor:
-        """KV before every chunk, computed or read once: of the shared prefix and of the chunk context,
-        :attr:`num_prefix` tokens."""
-        if self._prefix is None:
-            self._prefix = self._read_or_encode_prefix()
-        return self._prefix
-
-    @property
-    def has_prefix(self) -> bool:
-        return self._prefix is not None
-
-    @property
     def num_prefix(self) -> int:
         """Positions before every chunk."""
         return len(self.prefix_ids)
-
-    @property
-    def prefix_key(self) -> str:
-        return self._key((), self.prefix_ids)
-
-    def encode_prefix(self) -> torch.Tensor:
-        """:attr:`prefix_kv`, computed without the store."""
-        return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored with at least the precision of this engine's codec."""
@@ -101,7 +119,7 @@ class ChunkCaches:
 
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         """Stored KV of a chunk, or None. KV in ``buffer`` is valid until the next read into it."""
-        return self._read(self.key(text), self.codec, len(self.tokenize(text)), buffer)
+        return self.read_key(self.key(text), self.codec, len(self.tokenize(text)), buffer)
 
     def read_ahead(
         self,
@@ -120,7 +138,7 @@ class ChunkCaches:
             self.store, keys, codec=self.codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes
         )
 
-    def _read(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:
+    def read_key(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:
         stored = self.store.get(key, buffer, self.runtime.kv_shape(num_tokens))
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
@@ -141,7 +159,7 @@ class ChunkCaches:
         if missing:
             for text in missing:
                 self.check_length(text)
-            prefix = self.prefix_kv if self.prefix_kv.shape[3] else None
+            prefix = self.prefix.kv if self.prefix.kv.shape[3] else None
             encoded: Sequence[torch.Tensor | None]
             failed: EncodingError | None = None
             try:
@@ -187,7 +205,7 @@ class ChunkCaches:
                 "after the shared prefix and chunk context. Split the document into smaller chunks."
             )
 
-    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
+    def key_of(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
         return chunk_key(
             model_fingerprint=self.runtime.fingerprint,
             prefix_ids=prefix_ids,
@@ -195,21 +213,3 @@ class ChunkCaches:
             rope_pin=self.runtime.rope_pin,
             namespace=self.store.namespace,
         )
-
-    def _no_kv(self) -> torch.Tensor:
-        return torch.empty(self.runtime.kv_shape(0), dtype=self.runtime.dtype)
-
-    def _read_or_encode_prefix(self) -> torch.Tensor:
-        runtime = self.runtime
-        if not self.prefix_ids:
-            return self._no_kv()
-        key = self.prefix_key
-        codec = self._prefix_codec
-        if (stored := self._read(key, codec, self.num_prefix)) is not None:
-            return stored.tensor()
-        kv = runtime.encode(self.prefix_ids)
-        try:
-            self.store.put(key, kv, codec)
-        except StoreError as error:  # a full disk must not prevent the answer
-            logger.warning("the shared prefix could not be stored: %s", error)
-        return decode_frame(encode_frame(kv, codec, key, namespace=self.store.namespace), key).tensor()

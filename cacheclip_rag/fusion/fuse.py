@@ -177,7 +177,7 @@ class _FusedPass:
         layout, known, numbers = self.plan.layout, self.plan.known, {text: number for number, text in enumerate(texts)}
         reused, pieces = list[Span](), list[tuple[int, KV]]()
         if known.count(KVSource.PREFIX):
-            pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix_kv, 0, layout.num_prefix)))
+            pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix.kv, 0, layout.num_prefix)))
         for span in self.plan.reused:
             if known.is_held(span):
                 reused.append(span)

@@ -139,7 +139,7 @@ def _placed(
     layout, known = plan.layout, plan.known
     pieces, gone = list[PlacedKV](), list[tuple[int, int]]()
     if known.count(KVSource.PREFIX):
-        kv = kv_sources.prefix_caches.prefix_kv
+        kv = kv_sources.prefix_caches.prefix.kv
         pieces.append(PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0))
     for span in plan.reused:
         if known.is_held(span):

@@ -127,7 +127,7 @@ class AuxiliaryPass:
                 with clock.phase("read", within="select"):
                     kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
-                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix_kv)
+                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix.kv)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         def before_layer(layer: int) -> None:
@@ -136,7 +136,7 @@ class AuxiliaryPass:
 
         return score_chunks(
             runtime,
-            caches.prefix_kv,
+            caches.prefix.kv,
             chunks(),
             asked,
             [len(piece.tokens) for piece in pieces],

@@ -107,7 +107,7 @@ def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[i
     assert engine.precompute(texts) == 3 and calls == [1, 3]
     assert engine.precompute(texts) == 0 and calls == [1, 3]
     for caches in engine.chunk_caches():
-        prefix = caches.prefix_kv if caches.prefix_kv.shape[3] else None
+        prefix = caches.prefix.kv if caches.prefix.kv.shape[3] else None
         for text in SENTENCES[:4]:
             stored = caches.read(text)
             assert stored is not None

@@ -57,7 +57,7 @@ class Watched:
         self.before_write: Callable[[str], object] = lambda event: None
         models = engine.chunk_caches()
         for caches in models:
-            _ = caches.prefix_kv
+            _ = caches.prefix.kv
         numbers = {
             (caches.runtime.name, caches.tokenize(text).ids): number
             for number, text in enumerate(TEXTS)
@@ -120,7 +120,7 @@ def test_the_store_is_the_same_bit_for_bit(
     assert behind.precompute(SENTENCES[:8]) == 8
     batches = list(in_batches(SENTENCES[:8], str))
     assert [len(batch) for batch in batches] == [3, 3, 2]
-    prefixes = [caches.prefix_kv if caches.prefix_kv.shape[3] else None for caches in in_turn.chunk_caches()]
+    prefixes = [caches.prefix.kv if caches.prefix.kv.shape[3] else None for caches in in_turn.chunk_caches()]
     for batch in batches:
         for caches, prefix in zip(in_turn.chunk_caches(), prefixes, strict=True):
             encoded = caches.runtime.encode_many([caches.tokenize(text).ids for text in batch], prefix)
@@ -223,13 +223,13 @@ class TestWhatWaits:
         """Of the primary, which needs it for the second text only."""
         first = make(auxiliary=None)
         first.precompute(TEXTS[:1])
-        prefix = first.parts.primary_caches(first.context_of()).prefix_key
+        prefix = first.parts.primary_caches(first.context_of()).prefix.key
         first.store.delete([prefix])
         engine, put, keys = make(), first.store.chunk_store.tiers.last.put, []
         monkeypatch.setattr(engine.store.chunk_store.tiers, "put", lambda key, data: keys.append(key) or put(key, data))
         assert engine.precompute(TEXTS[:2]) == 2
         primary, auxiliary = engine.chunk_caches()
-        of_auxiliary = [auxiliary.prefix_key, auxiliary.key(TEXTS[0])]
+        of_auxiliary = [auxiliary.prefix.key, auxiliary.key(TEXTS[0])]
         assert keys == [*of_auxiliary, prefix, primary.key(TEXTS[1]), auxiliary.key(TEXTS[1])]
 
 

@@ -93,7 +93,7 @@ class TestInt8:
             each.precompute(chunks[:1])
         caches, plain = engine.parts.caches_after_prefix, exact.parts.caches_after_prefix
         assert caches.is_lossy and not plain.is_lossy
-        assert torch.equal(caches.prefix_kv, plain.prefix_kv) and caches.prefix_kv.shape[3] > 0
+        assert torch.equal(caches.prefix.kv, plain.prefix.kv) and caches.prefix.kv.shape[3] > 0
         stored, whole = caches.read(chunks[0]), plain.read(chunks[0])
         assert stored is not None and whole is not None and (stored.codec, whole.codec) == ("int8", "float32")
         key = caches.key(chunks[0])

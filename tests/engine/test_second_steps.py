@@ -14,7 +14,7 @@ from planted_faults import Broken, Fault
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.chunks.caches import ChunkCaches
+from cacheclip_rag.chunks.caches import ChunkCaches, PrefixKV
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
@@ -246,8 +246,8 @@ class TestRelease:
 WARM_UP: list[tuple[Owner, str, int]] = [
     (lambda engine: TextIndex, "find", 1),
     *((lambda engine: TenantStore, "get", at) for at in (1, 2, 3)),
-    (lambda engine: ChunkCaches, "_read_or_encode_prefix", 1),
-    (lambda engine: ChunkCaches, "_read_or_encode_prefix", 2),
+    (lambda engine: PrefixKV, "_read_or_encode", 1),
+    (lambda engine: PrefixKV, "_read_or_encode", 2),
     (lambda engine: engine.primary, "prefill", 1),
     (lambda engine: engine.primary, "decode_step", 1),
 ]

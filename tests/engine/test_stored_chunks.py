@@ -303,7 +303,7 @@ class TestDamage:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
         caches = engine.parts.caches_after_prefix
-        path = payload(engine, caches._key((), caches.prefix_ids))
+        path = payload(engine, caches.prefix.key)
         assert path.exists()
         path.write_bytes(path.read_bytes()[:-9])
         again = make(store=engine.config.store)

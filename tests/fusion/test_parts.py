@@ -277,7 +277,7 @@ class TestKV:
 
         def by_hand(shift: int) -> torch.Tensor:
             cache = engine.primary.new_cache(layout.num_tokens)
-            pieces = {0: caches.prefix_kv}
+            pieces = {0: caches.prefix.kv}
             for span in layout.chunks:
                 kv = caches.read(span.whole).tensor()  # type: ignore[union-attr]
                 first = max(0, min(span.first + shift, kv.shape[3] - len(span.tokens)))

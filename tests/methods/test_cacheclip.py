@@ -36,13 +36,13 @@ class TestCacheClip:
         assert stored is not None
         for layer in range(runtime.num_layers):
             cache = runtime.new_cache(layout.num_tokens)
-            cache.fill(caches.prefix_kv, slot=0, position=0)
+            cache.fill(caches.prefix.kv, slot=0, position=0)
             cache.fill(stored.tensor(), slot=span.start, position=span.start)
             view = replace(spy.seen["view"], spans=layout.chunks, cache=cache)
             with torch.inference_mode():
                 [theirs] = QueryAttention(layers=f"{layer}").score(view)
             [raw] = score_chunks(
-                runtime, caches.prefix_kv, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
+                runtime, caches.prefix.kv, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
             )
             ours = torch.from_numpy(map_scores(raw.numpy(), span.tokens.columns[1], span.tokens.columns[1]))
             assert gap(ours, theirs) < 1e-5, layer

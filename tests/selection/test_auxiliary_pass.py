@@ -87,8 +87,8 @@ class TestParts:
         caches, whole = asked.caches, asked.caches.tokenize(self.WHOLE)
         begin, end = self.WHOLE.index(first), self.WHOLE.index(last) + len(last)
         seen = [n for n, (a, b) in enumerate(whole.offsets) if a < end and b > begin]
-        kv = asked.runtime.encode(whole.ids, caches.prefix_kv)[:, :, :, seen[0] : seen[-1] + 1]
-        [raw] = score_chunks(asked.runtime, caches.prefix_kv, [kv], question_ids(asked.runtime, QUESTION))
+        kv = asked.runtime.encode(whole.ids, caches.prefix.kv)[:, :, :, seen[0] : seen[-1] + 1]
+        [raw] = score_chunks(asked.runtime, caches.prefix.kv, [kv], question_ids(asked.runtime, QUESTION))
         at = self.WHOLE.index(part)
         sources = [(*whole.offsets[n], float(score)) for n, score in zip(seen, raw, strict=True)]
         return [

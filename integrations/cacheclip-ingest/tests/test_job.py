@@ -54,7 +54,7 @@ def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
     assert before.tokens == sum(len(primary.tokenize(text)) for text in texts) and before.seconds > 0
     store = workshop.engine.store
     for caches in workshop.engine.chunk_caches():
-        store.delete([caches._key((), caches.prefix_ids)])  # the shared prefix is no chunk
+        store.delete([caches.prefix.key])  # the shared prefix is no chunk
     assert store.stats().bytes == before.bytes
     after = planned()
     assert (after.unchanged, after.chunks, after.computed, after.bytes, after.seconds) == (2, 0, 0, 0, 0.0)

@@ -224,7 +224,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     caches = prefix_caches(engine)
     layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
-    pieces = {0: caches.prefix_kv} if layout.num_prefix else {}
+    pieces = {0: caches.prefix.kv} if layout.num_prefix else {}
     for span in layout.chunks:
         kv = caches.read(span.whole)
         assert kv is not None, "its chunks were precomputed"

@@ -40,9 +40,9 @@ def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> SampleAttent
     """
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
-    kv = [runtime.encode(each.ids, caches.prefix_kv if caches.prefix_ids else None) for each in tokens]
+    kv = [runtime.encode(each.ids, caches.prefix.kv if caches.prefix_ids else None) for each in tokens]
     layers, question = range(runtime.num_layers), question_ids(runtime, sample.question)
-    packed = pack_chunks(runtime, caches.prefix_kv, kv, question)
+    packed = pack_chunks(runtime, caches.prefix.kv, kv, question)
     hidden = packed.sinks(sinks)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 

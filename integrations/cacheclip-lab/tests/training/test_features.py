@@ -41,12 +41,12 @@ class TestLook:
         caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples(1, chunk_words=20)
         seen = look(caches, sample, sinks=2)
-        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix_kv) for chunk in sample.chunks]
+        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix.kv) for chunk in sample.chunks]
         question = runtime.tokenize(sample.question).ids
         for layer in range(seen.scores.shape[0]):
             for head in range(seen.scores.shape[1]):
                 heads = HeadSet("x", ((layer, head),), torch.ones(1), sinks=2)
-                engines = score_chunks(runtime, caches.prefix_kv, kv, question, heads=heads)
+                engines = score_chunks(runtime, caches.prefix.kv, kv, question, heads=heads)
                 torch.testing.assert_close(torch.cat(engines), seen.scores[layer, head], atol=1e-6, rtol=1e-4)
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
@@ -58,9 +58,9 @@ class TestLook:
         assert len(ids) > MAX_QUESTION_TOKENS
         long = replace(sample, question=tail)
         seen = look(caches, long)
-        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix_kv) for chunk in sample.chunks]
+        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix.kv) for chunk in sample.chunks]
         heads = HeadSet("x", tuple((1, head) for head in range(4)), torch.full((4,), 0.25))
-        engines = score_chunks(runtime, caches.prefix_kv, kv, ids[-MAX_QUESTION_TOKENS:], heads=heads)
+        engines = score_chunks(runtime, caches.prefix.kv, kv, ids[-MAX_QUESTION_TOKENS:], heads=heads)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
