@@ -1,0 +1,60 @@
+"""Commands of the laboratory as scripts use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cacheclip_lab.commands.common import measured
+
+from cacheclip_rag import ConfigurationError, EngineConfig
+from cacheclip_rag.plugins import CommandSettings
+
+
+def test_models_list(cacheclip: Any) -> None:
+    names = [m["name"] for m in cacheclip("models", "list", "--json").json["models"]]
+    assert {"smollm2-135m", "qwen2.5-coder-0.5b", "all-MiniLM-L6-v2"} <= set(names)
+    assert "smollm2-135m" in cacheclip("models", "list").out
+
+
+def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) -> None:
+    result = cacheclip(
+        *("bench", "--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]),
+        *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1", "--json"),
+    )
+    assert result.code == 0, result.err
+    assert list(result.json["methods"]) == ["full", "direct", "anchored"]
+    assert len(result.out.splitlines()) == 1
+
+
+def test_bench_shows_all_three_ratios(
+    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    result = cacheclip(
+        *("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,cacheblend"),
+        *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1"),
+    )
+    assert all(f" {title} " in result.out for title in ("nominal", "effective", "charged"))
+    [row] = [line for line in result.out.splitlines() if "cacheblend" in line]
+    _, _, _, _, _, _, _, nominal, effective, charged, *_ = (cell.strip() for cell in row.split("│"))
+    assert (nominal, effective) == ("0.200", "0.199") and charged > effective
+
+
+def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str]) -> None:
+    """Its model is not even looked for unless a method needs it; a method that does is refused before any work."""
+    bench = ("bench", "--primary", tiny_models["llama"], "--runs", "1", "--json")
+    sizes = ("--context-tokens", "64", "--chunk-tokens", "32")
+    result = cacheclip(*bench, *sizes, "--auxiliary", "nobody/no-such", "--methods", "full,direct")
+    assert list(result.json["methods"]) == ["full", "direct"]
+    refused = cacheclip(*bench, *sizes, "--auxiliary", "none", "--methods", "full,cacheclip")
+    assert refused.code == 2 and "full, prefix, direct" in refused.err and refused.out == ""
+
+
+def test_what_is_measured_is_not_what_a_service_needs() -> None:
+    service = {"store": "s", "max_bytes": 9, "require_certificate": True, "finish": "revise", "min_confidence": 0.5}
+    given = CommandSettings({**service, "codec": "int8"})
+    assert measured(given, recompute_ratio=0.3) == EngineConfig(codec="int8", recompute_ratio=0.3)
+    assert given.config().finish == "revise"
+    with pytest.raises(ConfigurationError, match="must be a number to be measured, got 'auto'"):
+        measured(CommandSettings({"recompute_ratio": "auto"}))
