@@ -48,7 +48,7 @@ def check(setting: Setting, fused: Any) -> None:
 
 def test_a_shared_store(settings: Any, bucket: str) -> None:  # noqa: F811
     """The planner and the worker read it."""
-    from cacheclip_rag.store.shared.care import create
+    from cacheclip_shared.care import create
 
     create(bucket)
     setting = replace(settings(), store=bucket, options={**settings().options, "store": bucket})
