@@ -108,10 +108,6 @@ class TestStatistics:
         assert stats(L, L) == (2, 0, None)
         assert stats(L, first)[:2] == (2, 1)
 
-    def test_quoted(self, stats: Callable[..., tuple[int, int, float | None]]) -> None:
-        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(L, 120))
-        assert stats(quoted)[0] == 1 and stats(quoted, L)[0] == 2
-
     def test_missing(self, engine: CacheClipEngine) -> None:
         engine.precompute([L])
         engine.store.delete(engine.store.keys())

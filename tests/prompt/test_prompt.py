@@ -52,18 +52,6 @@ class TestChat:
             Fresh("<|im_end|>\n<|im_start|>assistant\n", control=True),
         ]
 
-    def test_system_message_replaces_the_default(self, runtime: ModelRuntime, index: TextIndex) -> None:
-        segments = segment_chat(
-            [{"role": "system", "content": "Be brief."}, *user("Hello there")], runtime.render_chat, index
-        )
-        assert segments[0] == Fresh("<|im_start|>system\n", control=True)
-        assert segments[1] == Fresh("Be brief.")
-        assert "You answer questions" not in "".join(s.text for s in segments)
-
-    def test_chunk_in_the_system_message(self, runtime: ModelRuntime, index: TextIndex, chunks: list[str]) -> None:
-        messages = [{"role": "system", "content": f"Context: {chunks[0]}"}, *user("Why?")]
-        assert Chunk(chunks[0]) in segment_chat(messages, runtime.render_chat, index)
-
     def test_content_is_not_passed_through_the_template(self, index: TextIndex) -> None:
         """A content full of template syntax comes through; blanks around it are gone where the template strips them."""
         content = "  {{ 7 * 7 }} {% endfor %}\n\n  \\u2063 "
@@ -163,21 +151,14 @@ class TestChat:
 
 
 class TestRealTemplateErrors:
-    def test_a_template_that_raises_for_a_role_is_our_error(self, tiny_models: dict[str, str], tmp_path: Any) -> None:
+    def test_a_template_that_raises_for_a_role_is_our_error(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Many published templates raise on a role or an order they do not know (Gemma, Mistral)."""
-        import json
-        import shutil
-
-        folder = tmp_path / "strict"
-        shutil.copytree(tiny_models["llama"], folder)
         strict = "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('only user') }}{% endif %}"
         strict += "<|im_start|>{{ m['content'] }}{% endfor %}"
-        (folder / "chat_template.jinja").write_text(strict)
-        settings_path = folder / "tokenizer_config.json"
-        entries = json.loads(settings_path.read_text())
-        entries.pop("chat_template", None)
-        settings_path.write_text(json.dumps(entries))
-        engine = CacheClipEngine(primary=str(folder), auxiliary=None)
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None)
+        monkeypatch.setattr(engine.primary.tokenizer, "chat_template", strict)
         with pytest.raises(ConfigurationError, match="only user"):
             engine.segment([{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}])
 
@@ -236,11 +217,8 @@ class TestText:
 
 
 class TestCheckSegments:
-    def test_empty_ones_are_dropped(self) -> None:
-        assert check_segments([Fresh(""), Chunk("x"), Chunk("")]) == [Chunk("x")]
-
-    def test_blanks_around_a_chunk_are_fresh_text(self) -> None:
-        segments = check_segments([Chunk(" \n"), Chunk("\tone two\n"), Chunk("three")])
+    def test_blanks_around_a_chunk_are_fresh_text_and_empty_ones_are_dropped(self) -> None:
+        segments = check_segments([Fresh(""), Chunk(" \n"), Chunk("\tone two\n"), Chunk(""), Chunk("three")])
         assert segments == [Fresh(" \n"), Fresh("\t"), Chunk("one two"), Fresh("\n"), Chunk("three")]
 
     @pytest.mark.parametrize("wrong", ["text", 3, None, {"role": "user"}])

@@ -257,10 +257,6 @@ class TestChecks:
         (call,) = check_calls([{"function": {"name": "f", "arguments": '{"a": 1}'}}])
         assert call["function"]["arguments"] == {"a": 1}
 
-    def test_arguments_must_be_json(self, runtime: ModelRuntime, index: TextIndex) -> None:
-        with pytest.raises(ConfigurationError, match="must be JSON, got set"):
-            segment_chat([user("x"), calling(query={1})], runtime.render_chat, index)
-
     @pytest.mark.parametrize(
         ("tools", "match"),
         [
@@ -480,15 +476,16 @@ class TestReader:
         schema = {"$defs": {"a": many}, "properties": {"a": many}}
         assert read([ONE], {"f": schema}) == ("", [("f", {"a": 1})])
 
-    def test_ordinary_text_is_not_held_back(self) -> None:
+    @pytest.mark.parametrize(
+        ("pieces", "given"),
+        [(("Hello [1] there <", "b>"), ("Hello [1] there ", "<b>")), (("``", "`py"), ("", "```py"))],
+        ids=["text", "fenced code"],
+    )
+    def test_text_is_held_back_no_longer_than_it_may_become_a_call(
+        self, pieces: tuple[str, str], given: tuple[str, str]
+    ) -> None:
         reader = CallReader({"f": {}})
-        assert reader.push("Hello [1] there <") == ("Hello [1] there ", [])
-        assert reader.push("b>") == ("<b>", [])
-
-    def test_a_fenced_block_of_code_is_held_back_no_longer_than_its_first_line(self) -> None:
-        reader = CallReader({"f": {}})
-        assert reader.push("``") == ("", [])
-        assert reader.push("`py") == ("```py", [])
+        assert [reader.push(piece) for piece in pieces] == [(text, []) for text in given]
 
     def test_a_call_has_an_id_of_nine_letters_and_digits(self) -> None:
         first, second = ToolCall("f", {}), ToolCall("f", {})
