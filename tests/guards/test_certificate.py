@@ -305,19 +305,26 @@ class TestEngine:
         save(certificate_for(engine))
         engine.generate(rag_prompt(chunks), ONE)
 
-    def test_not_faithful_at_this_ratio(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"recompute_ratio": 0.1}, r"says 'not faithful' at recompute ratio 0\.1"),
+            ({"method": "direct"}, "method 'direct'"),
+            (
+                {"method": Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip")},
+                r"evaluation\.certify.*method=Mine",
+            ),
+        ],
+        ids=["ratio", "method", "class"],
+    )
+    def test_of_something_else(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], options: dict[str, Any], match: str
+    ) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
         save(certificate_for(engine))
-        with pytest.raises(CertificateError, match=r"says 'not faithful' at recompute ratio 0\.1"):
-            engine.generate(rag_prompt(chunks), ONE, recompute_ratio=0.1)
-
-    def test_of_another_method(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        engine = make(require_certificate=True)
-        engine.precompute(chunks)
-        save(certificate_for(engine))
-        with pytest.raises(CertificateError, match="method 'direct'"):
-            engine.generate(rag_prompt(chunks), ONE, method="direct")
+        with pytest.raises(CertificateError, match=match):
+            engine.generate(rag_prompt(chunks), ONE, **options)
 
     def test_of_another_dtype(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         save(certificate_for(make()))
@@ -345,14 +352,3 @@ class TestEngine:
         with pytest.raises(CertificateError, match="quick certificate"):
             strict.generate(rag_prompt(chunks), ONE)
         strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there
-
-    def test_method_of_another_class(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        engine = make(require_certificate=True)
-        engine.precompute(chunks)
-        save(certificate_for(engine))
-        with pytest.raises(CertificateError, match=r"evaluation\.certify.*method=Mine"):
-            engine.generate(
-                rag_prompt(chunks),
-                ONE,
-                method=Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip"),
-            )
