@@ -23,7 +23,7 @@ from .base.checks import (
 from .base.errors import ConfigurationError
 from .base.paths import is_url
 from .base.removed import SETTINGS, refuse_removed
-from .base.sampling import FINISH_MODES
+from .base.sampling import FINISH_MODES, MOVED_MODES
 from .base.urls import shown_url
 from .chunks.context import check_chunk_context
 from .methods import DEFAULT_METHOD, check_method
@@ -118,6 +118,13 @@ class EngineConfig:
         2**28, "Size of the prefix cache: exact KV that prompts with the same first tokens share."
     )
     """0 switches it off."""
+    moved: str = _setting(
+        "on",
+        "Whether KV that earlier prompts left is used for the same tokens at another position or behind other text: "
+        "``on`` or ``off``.",
+    )
+    """Such KV is approximate, also after the edit of one line. With ``off``, a text that was deleted from a
+    conversation has no influence on what stood behind it."""
     on_miss: str = _setting(
         "store", "For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them."
     )
@@ -149,7 +156,7 @@ class EngineConfig:
             check_confidence("min_confidence", self.min_confidence)
         check_method(self.method)
         check_chunk_context(self.chunk_context)
-        choices = {"dtype": ("auto", *DTYPES), "on_miss": _ON_MISS, "finish": FINISH_MODES}
+        choices = {"dtype": ("auto", *DTYPES), "on_miss": _ON_MISS, "finish": FINISH_MODES, "moved": MOVED_MODES}
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed)
         check_number("shadow_rate", self.shadow_rate, "a number from 0 (none) to 1 (all)", most=1.0)

@@ -40,7 +40,7 @@ from .prompt.messages import Documents, Prompt, check_template_kwargs
 from .prompt.segments import Segment, given_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
-from .runtime.transformers.prefix_cache import PrefixCache
+from .runtime.prompt_cache import PromptCache
 from .selection.heads import HeadSet
 from .store import TenantStore, TieredStore
 
@@ -137,10 +137,10 @@ class CacheClipEngine(Closing):
         return self.texts
 
     @property
-    def prefixes(self) -> PrefixCache:
+    def prefixes(self) -> PromptCache:
         """The prefix cache: exact KV of the first tokens of earlier prompts, in memory. Approximate methods use it too.
         Clear it between methods if you compare them on one prompt."""
-        return self.parts.prefix_cache
+        return self.parts.prompt_cache
 
     @property
     def head_set(self) -> HeadSet | None:

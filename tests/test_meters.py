@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 49, 306
+MOST_FILES, MOST_FUNCTIONS = 50, 322
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 16_841
+MOST_CODE = 17_023
 """Lines of the core without imports, docstrings, comments and blank lines."""
 MOST_LARGE = (19, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""

@@ -10,7 +10,11 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..answering.decoding import room_for as room_for
     from ..base.checks import ALIASES as ALIASES
-    from ..base.sampling import FINISH_MODES as FINISH_MODES, LEAST_PENALTY as LEAST_PENALTY
+    from ..base.sampling import (
+        FINISH_MODES as FINISH_MODES,
+        LEAST_PENALTY as LEAST_PENALTY,
+        MOVED_MODES as MOVED_MODES,
+    )
     from ..fusion.answer import last_answer as last_answer
     from ..prompt.messages import check_template_kwargs as check_template_kwargs
     from ..prompt.segments import (
@@ -58,7 +62,7 @@ __getattr__, __all__ = late_names(
     {
         "..answering.decoding": "room_for",
         "..base.checks": "ALIASES",
-        "..base.sampling": "FINISH_MODES LEAST_PENALTY",
+        "..base.sampling": "FINISH_MODES LEAST_PENALTY MOVED_MODES",
         "..fusion.answer": "last_answer",
         "..prompt.messages": "check_template_kwargs",
         "..prompt.segments": "chunk_texts normalise_chunk",

@@ -110,6 +110,7 @@ class RemoteEngine:
             "ratio": options.recompute_ratio,
             "max_ttft_s": options.max_ttft_s,
             "finish": options.finish,
+            "moved": options.moved,
             "question": options.question,
             "tenant": self.tenant,
         }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..runtime.base import Runtime, wait_for
-from ..runtime.transformers.prefix_cache import PrefixCache
+from ..runtime.prompt_cache import PromptCache
 from .turns import CallerLeft, Waiter, turns_of
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Prompt:
     """A prompt and its answer, whose exact KV is to be completed."""
 
     runtime: Runtime
-    prefix_cache: PrefixCache
+    prompt_cache: PromptCache
     ids: np.ndarray[Any, Any]
     generation: int
     state: Any = None
@@ -70,14 +70,14 @@ class IdleCompletion:
         """Leaves when the worker must not wait for its turn any longer."""
         self._changed = threading.Condition()
 
-    def add(self, runtime: Runtime, prefix_cache: PrefixCache, ids: Sequence[int], generation: int) -> None:
+    def add(self, runtime: Runtime, prompt_cache: PromptCache, ids: Sequence[int], generation: int) -> None:
         """Complete the exact KV of these tokens later, in whole blocks of the prefix cache. Takes the place of an
-        earlier prompt of the same conversation. ``generation`` is what :attr:`PrefixCache.generation` was when the
+        earlier prompt of the same conversation. ``generation`` is what :attr:`PromptCache.generation` was when the
         question came: if it is another number later, texts may have been released, and nothing is kept."""
-        whole = len(ids) - len(ids) % prefix_cache.block_tokens
+        whole = len(ids) - len(ids) % prompt_cache.block_tokens
         if not runtime.can_extend or not 0 < whole <= runtime.reuse_tokens:
             return
-        new = _Prompt(runtime, prefix_cache, np.asarray(ids[:whole], np.int64), generation)
+        new = _Prompt(runtime, prompt_cache, np.asarray(ids[:whole], np.int64), generation)
         with self._changed:
             others = [each for each in self._prompts if not new.takes_place_of(each)]
             self._prompts = [*others, new][-_MOST_PROMPTS:]
@@ -133,21 +133,21 @@ class IdleCompletion:
 
     @torch.inference_mode()
     def _extend(self, prompt: _Prompt) -> bool:
-        runtime, prefix_cache, ids = prompt.runtime, prompt.prefix_cache, prompt.ids
+        runtime, prompt_cache, ids = prompt.runtime, prompt.prompt_cache, prompt.ids
         started = self._clock()
         if prompt.state is None:
-            with prefix_cache.match(ids.tolist()) as match:
+            with prompt_cache.match(ids.tolist()) as match:
                 prompt.done = match.num_tokens
                 if prompt.done == len(ids):
                     return True
                 prompt.state = runtime.begin(match, len(ids))
-        rows = torch.from_numpy(ids[prompt.done : prompt.done + max(self._rows, prefix_cache.block_tokens)])
+        rows = torch.from_numpy(ids[prompt.done : prompt.done + max(self._rows, prompt_cache.block_tokens)])
         runtime.extend(prompt.state, rows, prompt.done, head=False)
         wait_for(runtime.device)
         prompt.done += len(rows)
         done = ids[: prompt.done].tolist()
-        prefix_cache.insert(done, prompt.state, generation=prompt.generation)
+        prompt_cache.insert(done, prompt.state, generation=prompt.generation)
         seconds = max(self._clock() - started, 1e-6)
         self._rows = min(int(len(rows) * _SLICE_S / seconds), _MOST_ROWS)
-        has_room = prefix_cache.known(done) + prefix_cache.block_tokens > prompt.done
+        has_room = prompt_cache.known(done) + prompt_cache.block_tokens > prompt.done
         return prompt.done == len(ids) or not has_room

@@ -18,7 +18,7 @@ from ..base.checks import (
     refuse_unknown,
 )
 from ..base.errors import ConfigurationError
-from ..base.sampling import FINISH_MODES, SamplingKeywords, SamplingParams
+from ..base.sampling import FINISH_MODES, MOVED_MODES, SamplingKeywords, SamplingParams
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import check_tools
 
@@ -61,6 +61,8 @@ class CallOptions:
     finish: str | None = None
     """``none``, ``idle``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may
     withdraw text (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
+    moved: str | None = None
+    """``on`` or ``off``, see :attr:`EngineConfig.moved`."""
     logprobs: int | None = None
     """Record how likely each new token was, and this many of the likeliest at its place, 0 to 20; None: nothing. Not
     with ``finish="revise"``, which replaces tokens."""
@@ -74,6 +76,8 @@ class CallOptions:
             raise ConfigurationError(f"the question must be a string, got {type(self.question).__name__}.")
         if self.finish is not None:
             check_choice("finish", self.finish, FINISH_MODES)
+        if self.moved is not None:
+            check_choice("moved", self.moved, MOVED_MODES)
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         if self.logprobs is not None:
             check_whole_number("logprobs", self.logprobs, most=20)
@@ -125,7 +129,8 @@ class CallOptions:
         elif ratio == AUTO_RATIO and limit is None:
             limit = config.max_ttft_s
         finish = config.finish if self.finish is None else self.finish
-        return replace(self, recompute_ratio=ratio, max_ttft_s=limit, finish=finish)
+        moved = config.moved if self.moved is None else self.moved
+        return replace(self, recompute_ratio=ratio, max_ttft_s=limit, finish=finish, moved=moved)
 
 
 class CallKeywords(SamplingKeywords, total=False):
@@ -139,6 +144,7 @@ class CallKeywords(SamplingKeywords, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     finish: str | None
+    moved: str | None
     logprobs: int | None
     trace: bool | None
 

@@ -30,7 +30,7 @@ from ..prompt.layout import check_least_length
 from ..prompt.messages import Prompt
 from ..prompt.segments import PromptReader, Segment
 from ..runtime.base import Runtime
-from ..runtime.transformers.prefix_cache import PrefixCache
+from ..runtime.prompt_cache import PromptCache
 from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ReadBuffer, TenantStore, TieredStore, TierStats, open_chunk_store
@@ -58,7 +58,7 @@ class Parts:
         and ``dtype=…``, instead of loading its weights."""
         self.config = config
         self._load_primary = load_primary
-        self.prefix_cache = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
+        self.prompt_cache = PromptCache(config.prefix_cache_bytes)
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
@@ -131,7 +131,7 @@ class Parts:
     def drop_kv(self) -> None:
         """Drop KV of earlier prompts and answers, as after an erasure: some may be of a text that is gone. The thread
         that watches for erasures calls it, so it never waits for an answer, nor for this object's lock."""
-        self.prefix_cache.clear()
+        self.prompt_cache.clear()
         for caches in [*self._caches.values()]:
             caches.forget_texts()
         for runtime in {id(caches.runtime): caches.runtime for caches in [*self._caches.values()]}.values():
@@ -334,7 +334,7 @@ class Parts:
                     primary=self.primary_caches(context),
                     prefix_caches=self.caches_after_prefix,
                     auxiliary=self.head_sets.auxiliary_pass(method.head_sets) if method.needs_auxiliary else None,
-                    prefix_cache=self.prefix_cache,
+                    prompt_cache=self.prompt_cache,
                 )
             return self._kv_sources[wants]
 

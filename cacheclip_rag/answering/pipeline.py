@@ -117,7 +117,7 @@ class Answering:
                         observer.on_answer(answered)
                     if completes:
                         ids = [*plan.layout.token_ids, *event.answer.token_ids]
-                        self.completion.add(runtime, kv_sources.prefix_cache, ids, generation)
+                        self.completion.add(runtime, kv_sources.prompt_cache, ids, generation)
                 yield event
             if missing or self.writer.late:
                 self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)
@@ -130,18 +130,23 @@ class Answering:
         options, kv_sources = prompt.request.options, prompt.prefilling.kv_sources
         with prompt.prefilling.clock.phase("lookup"):
             plan = make_plan(
-                prompt.segments, prompt.request.method, kv_sources, question=prompt.question, documents=prompt.documents
+                prompt.segments,
+                prompt.request.method,
+                kv_sources,
+                question=prompt.question,
+                documents=prompt.documents,
+                moves=options.moved != "off" and not self.parts.config.require_certificate,
             )
-            if not plan.reused:
+            if not plan.reused and not plan.moves:
                 return plan
-            with kv_sources.match(plan.method, plan.layout, continued=True) as match:
+            timed = bool(options.auto_ratio and plan.reused)
+            with kv_sources.match(plan.method, plan.layout, continued=True, moves=plan.moves and not timed) as match:
                 plan, known = least_computed(plan, match.runs), match.num_exact
-            if not options.auto_ratio or plan.continues or plan.bypass is not None:
+            if not timed or plan.continues or plan.bypass is not None:
                 return plan
             decided = self.parts.controllers.decide(prompt.request.method, plan, kv_sources, known, options.max_ttft_s)
-            if decided.prediction is not None and decided.bypass is None:
-                # an earlier prompt may have left KV at the ratio that is chosen now
-                with kv_sources.match(decided.method, decided.layout, continued=True) as match:
+            if decided.bypass is None:  # an earlier prompt may have left KV at the ratio that is chosen now
+                with kv_sources.match(decided.method, decided.layout, continued=True, moves=plan.moves) as match:
                     shorter = least_computed(decided, match.runs)
                 if shorter.continues or shorter.bypass is not None:
                     return replace(shorter, prediction=None)
@@ -151,7 +156,7 @@ class Answering:
         """Search a prompt for stored texts. Loads the method's models first, if they are not loaded."""
         options, prompt = request.options, request.prompt
         kv_sources = self.parts.kv_sources(request.method)
-        generation, room = kv_sources.prefix_cache.generation, room_for(options.params)
+        generation, room = kv_sources.prompt_cache.generation, room_for(options.params)
         prefilling = Prefilling(kv_sources, PhaseClock(), generation, room, options.trace)
         with prefilling.clock.phase("lookup"):
             documents, segments = given_texts(options.documents), as_segments(prompt)
@@ -205,7 +210,7 @@ def _verification(prompt: _PromptSegments, method: Method, prefilled: Prefilled)
         runtime=runtime,
         ids=layout.ids,
         capacity=layout.num_tokens + prompt.prefilling.answer_tokens,
-        find_match=lambda: kv_sources.prefix_cache.match(known),
+        find_match=lambda: kv_sources.prompt_cache.match(known),
         keeping=prompt.prefilling.keep_exact() if runtime.keeps_prefixes else None,
         is_greedy=is_greedy(options.params),
         revises=options.finish == "revise",

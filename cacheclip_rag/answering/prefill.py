@@ -17,6 +17,7 @@ from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import KVSource, State, wait_for
+from ..runtime.prompt_cache import Approximate
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Prefilling:
     def run(self, plan: Plan) -> Prefilled:
         """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
         fused prefill is unsure of the first token."""
-        if not plan.reused:
+        if not plan.reused and not plan.continues:
             return self._plain(plan)
         if plan.bypass is not None:
             planned = stats_of(plan, self.clock)  # hits and misses are those of the plan
@@ -107,7 +108,7 @@ class Prefilling:
         capacity = plan.layout.num_tokens + self.answer_tokens
         fused = self.kv_sources.primary.runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock)
         if fused is None:
-            why = f"no chunk of {len(plan.layout.chunks)} could be read"
+            why = f"no chunk of {len(plan.layout.chunks)} could be read, and no KV of earlier prompts"
             return self._plain(replace(plan.reusing(()), fallback=why))
         prefilled = self._fused(fused)
         sure, least = prefilled.stats.confidence, plan.method.min_confidence
@@ -123,7 +124,7 @@ class Prefilling:
 
     def keep_exact(self, num_plain: int | None = None) -> Keep:
         """Takes KV into the prefix cache: that of the first ``num_plain`` tokens, which equals plain prefill's."""
-        insert = partial(self.kv_sources.prefix_cache.insert, generation=self.generation)
+        insert = partial(self.kv_sources.prompt_cache.insert, generation=self.generation)
         return partial(keep, insert, max_tokens=self.kv_sources.primary.runtime.reuse_tokens, num_plain=num_plain)
 
     def _plain_instead(self, plan: Plan, why: str, planned: FusionStats) -> Prefilled:
@@ -148,14 +149,15 @@ class Prefilling:
         # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
         stale = int((known.chunk & other).sum())
         is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
-        is_exact = fused.first_computed is not None and not known.turns and (not stale or is_recomputed)
+        is_exact = fused.first_computed is not None and not known.is_approximate and (not stale or is_recomputed)
         if not is_exact and fused.stale is not None and shares:
-            insert = partial(sources.prefix_cache.continued.insert, plan.method, generation=self.generation)
-            continuing = partial(keep, partial(insert, stale=fused.stale, turns=known.turns + 1))
-        if known.turns and fused.stale is not None:
+            about = Approximate(plan.method, fused.stale, known.turns + 1)
+            insert = partial(sources.prompt_cache.insert, approximate=about, generation=self.generation)
+            continuing = partial(keep, insert)
+        if known.is_approximate and fused.stale is not None:
             first = int(fused.stale.argmax()) if fused.stale.any() else None
-            num_held = int(known.held.sum())
-            stats = replace(stats, continued_tokens=num_held, continued_turns=known.turns, stale_from=first)
+            continued = known.count(KVSource.CACHED, KVSource.CONTINUED) if known.count(KVSource.CONTINUED) else 0
+            stats = replace(stats, continued_tokens=continued, continued_turns=known.turns, stale_from=first)
         seen = None
         if self.trace:
             chunks = tuple((span.start, span.stop) for span in plan.reused)
@@ -224,6 +226,8 @@ def stats_of(
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=known.count(KVSource.CACHED),
+        moved_tokens=known.moved_tokens,
+        moved_past=known.moved_past,
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,

@@ -13,6 +13,8 @@ from .errors import ConfigurationError
 FINISH_MODES = ("none", "idle", "verify", "revise")
 """What becomes of an approximate answer: left as it is (with ``idle``, its exact KV is completed afterwards), verified
 by full prefill, or corrected by it."""
+MOVED_MODES = ("on", "off")
+"""Whether KV of earlier prompts may be moved to other positions."""
 LEAST_PENALTY = 0.01
 """A penalty for repetition far below would overflow float32 logits."""
 

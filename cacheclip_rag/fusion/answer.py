@@ -30,7 +30,7 @@ class FusionStats:
     prompt_tokens: int
     """Tokens of the whole prompt: the sum of prefix, fresh and chunk tokens."""
     prefix_tokens: int
-    """Leading tokens reused exactly, from the shared prefix or the prefix cache, without tokens of stored chunks."""
+    """Tokens reused from the shared prefix or from earlier prompts, without tokens of stored chunks."""
     fresh_tokens: int
     """Computed tokens: text between chunks, question, and chunks that were not stored."""
     chunk_tokens: int
@@ -65,6 +65,11 @@ class FusionStats:
     ``cached_prefix_tokens``. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     continued_turns: int = 0
     """Earlier answers, one after the other, whose KV the prompt continues."""
+    moved_tokens: int = 0
+    """Prompt tokens whose KV an earlier prompt or its answer left at another position, or behind other text. It is
+    approximate. ``prefix_tokens`` and ``chunk_tokens`` include them."""
+    moved_past: float | None = None
+    """Mean share, 0 to 1, of what stood before these tokens there that stands before them here; None without any."""
     stale_from: int | None = None
     """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored; None
     if every token was recomputed by now. Later text, earlier answers too, is exact relative to that KV only."""

@@ -37,9 +37,9 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
-    geometry = plan.method.positions(plan.layout, plan.reused)
+    geometry = plan.method.positions(plan.layout, plan.reused) if plan.reused else None
     with clock.phase("lookup"):
-        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues)
+        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
     with match:
         # KV of other prompts has their positions
         known = known_kv(plan.layout, plan.reused, match.runs if geometry is None else ())
@@ -73,7 +73,7 @@ class _FusedPass:
                 with clock.phase("read"):
                     reading.start()
             with clock.phase("select"):
-                scorable = [span for span in plan.reused if not plan.known.is_exact(span)]
+                scorable = [span for span in plan.reused if plan.known.is_scorable(span)]
                 view = view_of(plan, self.kv_sources, clock, scorable, reading.start)
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             return reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
@@ -95,7 +95,7 @@ class _FusedPass:
             if plan.known.held.any():
                 match.write_to(cache)  # tokens that are not held are overwritten
             reused, pieces = self._pieces(reading, texts)
-            if not reused:
+            if not reused and not plan.known.is_approximate:
                 return None
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
             is_changed = kept is not plan and self.geometry is not None
@@ -209,7 +209,7 @@ def view_of(
         known=known,
         spans=spans,
         num_chunk_tokens=known.rated_tokens,
-        candidates=[stale[span.start : span.stop] for span in spans] if known.turns else None,
+        candidates=[stale[span.start : span.stop] for span in spans] if known.is_approximate else None,
         asked=plan.question,
         auxiliary_scores=ask_auxiliary,
     )

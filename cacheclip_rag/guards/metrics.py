@@ -77,7 +77,8 @@ class Metrics(Observer):
             self._values["chunk_misses_total", ""] += stats.misses
             computed = stats.prompt_tokens - stats.reused_tokens
             cached = stats.cached_prefix_tokens
-            self._values["prompt_tokens_total", 'source="store"'] += stats.reused_tokens - cached
+            self._values["prompt_tokens_total", 'source="store"'] += stats.reused_tokens - cached - stats.moved_tokens
+            self._values["prompt_tokens_total", 'source="moved"'] += stats.moved_tokens
             self._values["prompt_tokens_total", 'source="prefix_cache"'] += cached
             self._values["prompt_tokens_total", 'source="computed"'] += computed
             self._values["ttft_seconds_sum", ""] += stats.ttft_s

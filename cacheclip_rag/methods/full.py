@@ -2,7 +2,7 @@
 
 Source of ``prefix``: vLLM's automatic prefix caching over PagedAttention's blocks (arXiv:2309.06180). It helps
 conversations, and prompts with the same chunks in the same order; chunks in another order are computed again.
-Departures: see :mod:`cacheclip_rag.runtime.transformers.prefix_cache`.
+Departures: see :mod:`cacheclip_rag.runtime.prompt_cache`.
 """
 
 from __future__ import annotations

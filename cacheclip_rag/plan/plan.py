@@ -19,8 +19,15 @@ from ..runtime.base import KVRun, KVSource
 if TYPE_CHECKING:
     from ..chunks.caches import ChunkCaches
     from ..runtime.base import KVMatch
-    from ..runtime.transformers.prefix_cache import PrefixCache
+    from ..runtime.prompt_cache import PromptCache
     from ..selection.auxiliary_pass import AuxiliaryPass
+
+
+def takes_moved(method: Method) -> bool:
+    """Whether a method may use KV that earlier prompts left at other places: not with positions of its own, nor where
+    it computes everything."""
+    computes_all = method.exact_at_one and method.nominal_ratio >= 1.0
+    return method.reuses_chunks and type(method).positions is Method.positions and not computes_all
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -33,8 +40,8 @@ class KVSources:
     """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
     auxiliary: AuxiliaryPass | None
     """None if the method needs no auxiliary model."""
-    prefix_cache: PrefixCache
-    """Exact KV of the first tokens of earlier prompts, and continued KV, which is approximate."""
+    prompt_cache: PromptCache
+    """KV of earlier prompts: exact of first tokens, and approximate, continued and moved."""
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """The chunk spans whose KV is stored for every model that the method needs."""
@@ -50,12 +57,14 @@ class KVSources:
         is_same = runtime.keeps_prefixes and layout.num_tokens <= runtime.reuse_tokens
         return is_same and method.reuses_prefixes
 
-    def match(self, method: Method, layout: Layout, *, continued: bool = False) -> KVMatch:
-        """The prompt's longest beginning in the prefix cache, without its last token, whose logits are needed; with
-        ``continued``, also of the continued KV, which is approximate, where that goes on further."""
+    def match(self, method: Method, layout: Layout, *, continued: bool = False, moves: bool = False) -> KVMatch:
+        """What earlier prompts left of the prompt, without its last token, whose logits are needed: its longest
+        beginning in the prefix cache; with ``continued``, also the continued KV, which is approximate, where that goes
+        on further; with ``moves``, also KV of other places."""
         ids = layout.token_ids[:-1] if self.shares_prefixes(method, layout) else ()
-        exact = self.prefix_cache.match(ids)
-        return self.prefix_cache.continued.match(method, ids, exact) if continued else exact
+        if not continued:
+            return self.prompt_cache.match(ids)
+        return self.prompt_cache.match(ids, method, moves=moves and takes_moved(method), first=layout.num_prefix)
 
 
 ROWS_FOR_EXACT_KV = 64
@@ -97,12 +106,14 @@ class Plan:
     """Chunks that are stored, and computed in full all the same, while the ``reused`` ones are read."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
+    moves: bool = False
+    """Whether KV may be taken that earlier prompts left of the same tokens at other places."""
     bypass: str | None = None
     """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough, or computes less.
     Else None."""
     continues: bool = False
-    """Whether the prompt continues the KV of an earlier fused prompt, which is approximate: chunks in it are not read,
-    and fewer of their tokens are recomputed."""
+    """Whether approximate KV of earlier prompts is used, continued or moved: chunks in it are not read, and fewer of
+    their tokens are recomputed."""
     prediction: Prediction | None = None
     """Set if the recompute ratio was chosen by predicted time."""
 
@@ -188,10 +199,11 @@ def make_plan(
     *,
     question: str | None = None,
     documents: Sequence[str] = (),
+    moves: bool = False,
 ) -> Plan:
     """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
     ``question``: text that scores the chunks; default the text after the last chunk. ``documents``: texts that should
-    stand in the prompt. Raises PromptTooLongError."""
+    stand in the prompt. ``moves``: KV of earlier prompts may be moved. Raises PromptTooLongError."""
     runtime = kv_sources.primary.runtime
     context = kv_sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
@@ -210,6 +222,8 @@ def make_plan(
     plan = Plan(layout, method, known_kv(layout, reused), question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
+    can_move = runtime.can_move and not context.isolated and kv_sources.shares_prefixes(method, layout)
+    plan = replace(plan, moves=moves and can_move)
     if not is_short:
         obstacle = (
             f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
@@ -225,7 +239,7 @@ def make_plan(
 
 def least_computed(plan: Plan, runs: Sequence[KVRun]) -> Plan:
     """The plan, or what computes fewer rows after ``runs`` of earlier prompts' KV: plain prefill after the exact ones,
-    or the recompute after all of them."""
+    or the recompute after all of them. It may reuse no chunk."""
     exact = [run for run in runs if run.source == KVSource.CACHED]
     known, ratio = sum(run.stop - run.start for run in exact), plan.method.nominal_ratio
     plain = plan.layout.num_tokens - known
@@ -233,7 +247,8 @@ def least_computed(plan: Plan, runs: Sequence[KVRun]) -> Plan:
     shorter = known_kv(plan.layout, plan.reused, runs).computed_tokens(ratio) if len(exact) < len(runs) else fused
     if is_plain_better(plain, fused, shorter):
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
-    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
+    continues = shorter + ROWS_FOR_EXACT_KV < fused
+    return replace(plan, continues=continues, fallback=None if continues else plan.fallback)
 
 
 def is_plain_better(plain: int, fused: int, continuing: int) -> bool:

@@ -20,6 +20,9 @@ FOLLOW_UP_SHARE = 0.5
 the tokens that no question has recomputed yet. The least that is shown to answer no worse than a fresh plan: on 100
 later questions F1 minus a fresh plan's is -0.11 at 0, -0.00 [-0.05, +0.04] at 0.25, +0.02 [-0.01, +0.06] at 0.5."""
 
+MOST_BORDER = 8
+"""First tokens of a run of moved KV that are computed, because they have seen other text most of all."""
+
 _Array = np.ndarray[Any, Any]
 
 
@@ -41,8 +44,12 @@ class KnownKV:
     """Tokens whose KV equals full prefill's."""
     stale: _Array
     """Tokens whose KV is a chunk's as it was stored, and not exact."""
+    border: _Array
+    """Tokens of reused chunks whose KV is moved, and computed again whatever the recompute ratio."""
     turns: int
     """Answers whose approximate KV the prompt continues; 0: none is held."""
+    moved_past: float | None
+    """Mean share of the tokens before moved KV in its earlier prompt that stand before it now; None: none is moved."""
 
     def count(self, *sources: KVSource) -> int:
         """Number of tokens whose KV comes from these sources."""
@@ -56,14 +63,31 @@ class KnownKV:
         """Whether earlier prompts left the KV of a reused chunk. It is not read from the store."""
         return bool(self.held[span.start])
 
+    def is_scorable(self, span: Span) -> bool:
+        """Whether tokens of a reused chunk may be chosen to be computed again."""
+        part = slice(span.start, span.stop)
+        is_moved = bool((self.source[part] == KVSource.MOVED).all())
+        return bool(self.stale[part].any()) if is_moved else not self.is_exact(span)
+
+    @property
+    def moved_tokens(self) -> int:
+        """Number of tokens whose KV is moved and not computed again."""
+        return self.count(KVSource.MOVED) - int(self.border.sum())
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether some KV that earlier prompts left is approximate."""
+        return bool((self.source >= KVSource.CONTINUED.value).any())
+
     @property
     def rated_tokens(self) -> int:
         """Chunk tokens of which the recompute ratio is a share: all, but of those in continued KV none that are exact
         by now, and :data:`FOLLOW_UP_SHARE` of the others. A chunk that is exact as stored counts as in a first
-        question."""
-        if not self.turns:
+        question. Of moved KV only what is stale counts."""
+        if not self.is_approximate:
             return int(self.chunk.sum())
-        again = self.chunk & self.held & (self.own | (self.source != KVSource.CACHED))
+        is_moved = self.source == KVSource.MOVED
+        again = self.chunk & self.held & np.where(is_moved, self.stale, self.own | (self.source != KVSource.CACHED))
         # the same prompt again has the same answer
         share = FOLLOW_UP_SHARE if self.held.sum() < len(self.held) - 1 else 0
         return int((self.chunk & ~self.held).sum()) + round(share * int(again.sum()))
@@ -72,7 +96,8 @@ class KnownKV:
         """Number of tokens that are computed at a recompute ratio: those of no source, and as many of the reused chunks
         as the ratio allows."""
         approximate = int((self.chunk & ~self.exact).sum())
-        return self.count(KVSource.COMPUTED) + min(approximate, round(ratio * self.rated_tokens))
+        fixed = self.count(KVSource.COMPUTED) + int(self.border.sum())
+        return fixed + min(approximate, round(ratio * self.rated_tokens))
 
     def without(self, parts: Iterable[tuple[int, int]]) -> KnownKV:
         """The same if tokens ``[start, stop)`` of each part turn out to have no KV. A part is a whole reused chunk, or
@@ -81,7 +106,7 @@ class KnownKV:
         for start, stop in parts:
             left[start:stop] = False
             starts.add(start)
-        columns = {name: getattr(self, name) & left for name in ("chunk", "held", "own", "exact", "stale")}
+        columns = {name: getattr(self, name) & left for name in ("chunk", "held", "own", "exact", "stale", "border")}
         reused = tuple(span for span in self.reused if span.start not in starts)
         return replace(self, reused=reused, source=np.where(left, self.source, KVSource.COMPUTED), **columns)
 
@@ -93,9 +118,10 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
         reused: chunks whose KV is stored, in prompt order.
         runs: what caches have of the prompt, without overlap. Of a reused chunk of which they have a part, nothing is
             taken from them: it is read as a whole. Nor if they have less than the whole shared prefix, or no more.
+            Of what is left of moved runs, the first :data:`MOST_BORDER` tokens are computed.
     """
     source: _Array = np.zeros(layout.num_tokens, np.uint8)
-    chunk, own, stale = np.zeros((3, layout.num_tokens), np.bool_)
+    chunk, own, stale, border = np.zeros((4, layout.num_tokens), np.bool_)
     runs, num_prefix = [*runs], layout.num_prefix
     for run in runs:
         source[run.start : run.stop] = run.source
@@ -108,19 +134,44 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
             source[part] = KVSource.COMPUTED
     if not source[: num_prefix + 1].all():
         source[:num_prefix] = KVSource.PREFIX
+    for run in runs:
+        if run.source == KVSource.MOVED:
+            is_moved = source[run.start : run.stop] == KVSource.MOVED
+            border[run.start : run.stop] = _first_of_each(is_moved, MOST_BORDER)
+    source[border & ~chunk] = KVSource.COMPUTED
     turns = max((run.turns for run in runs if (source[run.start : run.stop] == run.source).any()), default=0)
     held = source >= KVSource.CACHED.value
     read = chunk & ~held
     source[read] = np.where(own[read], KVSource.OWN_CONTEXT, KVSource.STORED)
     stale = np.where(held, stale, source == KVSource.STORED)
-    return KnownKV(tuple(reused), source, chunk, held, own, own | (source == KVSource.CACHED), stale, turns)
+    exact = (own & (source != KVSource.MOVED)) | (source == KVSource.CACHED)
+    moved = [
+        (run.past, int((source[run.start : run.stop] == KVSource.MOVED).sum()))
+        for run in runs
+        if run.source == KVSource.MOVED
+    ]
+    return KnownKV(tuple(reused), source, chunk, held, own, exact, stale, border & chunk, turns, _mean(moved))
+
+
+def _mean(weighed: Sequence[tuple[float, int]]) -> float | None:
+    """The mean of numbers, each with its weight."""
+    total = sum(weight for _, weight in weighed)
+    return sum(number * weight for number, weight in weighed) / total if total else None
+
+
+def _first_of_each(marks: _Array, count: int) -> _Array:
+    """The first ``count`` marks of each row of neighbouring marks, bool."""
+    numbers = np.cumsum(marks)
+    before = np.maximum.accumulate(np.where(marks, 0, numbers))
+    first: _Array = marks & (numbers - before <= count)
+    return first
 
 
 def choose_rows(known: KnownKV, selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
     """Strictly increasing int64 positions to compute: all tokens whose KV has no source, plus the selected chunk
     tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always computed: its logits
     give the first new token."""
-    active = known.source == KVSource.COMPUTED
+    active = (known.source == KVSource.COMPUTED) | known.border
     chosen = [*selected]
     if chosen:  # all masks at once: a conversion of each would cost an operation
         lengths = [len(span.tokens) for span, _ in chosen]

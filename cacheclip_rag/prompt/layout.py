@@ -357,10 +357,10 @@ def check_length(layout: Layout, context_tokens: int) -> None:
 def question_text(layout: Layout) -> str:
     """The text that the auxiliary model reads as the question if none is given: the user's text after the last chunk;
     if there is none, the text before the first one. The primary's rows cannot: see :func:`question_slots`."""
-    chunks = layout.chunks
     own = [span for span in layout.spans if isinstance(span.segment, Fresh) and not span.segment.control]
-    after = "".join(span.segment.text for span in own if span.start >= chunks[-1].stop).strip()
-    return after or "".join(span.segment.text for span in own if span.stop <= chunks[0].start).strip()
+    first, last = (layout.chunks[0].start, layout.chunks[-1].stop) if layout.chunks else (0, 0)
+    after = "".join(span.segment.text for span in own if span.start >= last).strip()
+    return after or "".join(span.segment.text for span in own if span.stop <= first).strip()
 
 
 def question_slots(
@@ -373,8 +373,8 @@ def question_slots(
     else the prompt's last token. Text of the chat template does not belong to the question, and nothing that is
     ``continued`` (``(num_tokens,)`` bool): what earlier turns said is not computed again.
     """
-    chunks = layout.chunks
-    after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
+    last = layout.chunks[-1].stop if layout.chunks else 0
+    after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= last]
     found: list[int] = []
     for span in after:
         at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1

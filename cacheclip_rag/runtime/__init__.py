@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .base import (
         DTYPES as DTYPES,
         KVMatch as KVMatch,
+        KVPart as KVPart,
         KVRun as KVRun,
         KVSource as KVSource,
         Message as Message,
@@ -42,7 +43,7 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "..base.clock": "PhaseClock",
-        "base": "DTYPES KVMatch KVRun KVSource Message Runtime State TokenizedText",
+        "base": "DTYPES KVMatch KVPart KVRun KVSource Message Runtime State TokenizedText",
         "markers": "CALL_MARKERS REASONING_MARKERS known_reasoning markers_among",
         "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",

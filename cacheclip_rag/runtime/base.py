@@ -41,6 +41,8 @@ class KVSource(IntEnum):
     """Earlier prompts' in the prefix cache: exact."""
     CONTINUED = 5
     """An earlier prompt's or answer's that began in the same way: approximate."""
+    MOVED = 6
+    """An earlier prompt's or answer's, of the same tokens at another position or behind other text: approximate."""
 
 
 class KVRun(NamedTuple):
@@ -53,6 +55,20 @@ class KVRun(NamedTuple):
     """Answers whose approximate KV it is, one after the other."""
     stale: np.ndarray[Any, Any] | None = None
     """``(num_tokens,)`` bool, of these tokens: those whose KV is a chunk's as it was stored. None: none is."""
+    source_start: int = 0
+    """Of moved KV: position of the first token in its earlier prompt."""
+    past: float = 1.0
+    """Of moved KV: share of the tokens before it in its earlier prompt that stand before it now, too."""
+
+
+class KVPart(NamedTuple):
+    """A run, and its KV."""
+
+    run: KVRun
+    blocks: Sequence[Any]
+    """Of neighbouring tokens of the earlier prompt."""
+    skip: int = 0
+    """Tokens of the first block before the run."""
 
 
 class KeptKV(Protocol):
@@ -64,38 +80,35 @@ class KeptKV(Protocol):
     def get_seq_length(self) -> int:
         """Number of tokens."""
 
-    def blocks(self, first: int, count: int, size: int) -> Iterable[Any]:
-        """Copies of the KV of ``count`` blocks of ``size`` tokens, from block ``first`` on."""
+    def blocks(self, start: int, stop: int, size: int) -> Iterable[Any]:
+        """Copies of the KV of tokens ``start`` to ``stop - 1``, in blocks of ``size``; the last may be shorter."""
 
-    def write_blocks(self, blocks: Sequence[Any], num_tokens: int, *, first: int = 0) -> None:
-        """Take tokens ``first`` to ``num_tokens - 1`` of blocks that follow one another. Those before are there; if
-        there are some, it is one block."""
+    def write_blocks(self, part: KVPart) -> None:
+        """Take the KV of a run. Moved keys are turned to their new positions."""
 
 
 class KVMatch:
     """What caches have of a prompt. It can be read until the ``with`` block ends, even if a cache drops it."""
 
-    def __init__(
-        self, parts: Sequence[tuple[KVRun, Callable[[], Sequence[Any]]]] = (), release: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[KVPart] = (), release: Callable[[], None] | None = None) -> None:
         """
         Args:
-            parts: runs in prompt order, from the first token on and without gaps; and what gives the KV of each, in
-                blocks, when it is read.
+            parts: in prompt order. Before and between moved runs there may be other tokens, elsewhere not.
             release: ends the hold on it.
         """
-        self.parts: Sequence[tuple[KVRun, Callable[[], Sequence[Any]]]] | None = parts
+        self.parts: Sequence[KVPart] | None = parts
         self._release, self._lock = release, threading.Lock()
-        self.runs = tuple(run for run, _ in parts)
-        self.num_tokens = self.runs[-1].stop if parts else 0
+        self.runs = tuple(part.run for part in parts)
+        self.num_tokens = max((run.stop for run in self.runs if run.source != KVSource.MOVED), default=0)
+        """First tokens that are there, all of them."""
         self.num_exact = sum(run.stop - run.start for run in self.runs if run.source == KVSource.CACHED)
         """Tokens of them whose KV is from the prefix cache, and exact."""
 
     def write_to(self, cache: KeptKV) -> None:
-        """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
+        """Copy the KV into the slots of ``cache``."""
         assert self.parts is not None, "a released match cannot be read: its KV may be evicted"
-        for run, blocks in self.parts:
-            cache.write_blocks(blocks(), run.stop, first=run.start)
+        for part in self.parts:
+            cache.write_blocks(part)
 
     def release(self, *_: object) -> None:
         """End the hold. A second call does nothing."""
@@ -187,6 +200,8 @@ class Runtime(ABC):
     """Whether attention weights can be read. An auxiliary model needs this."""
     keeps_prefixes: bool = True
     """Whether the engine's prefix cache can hold this runtime's KV."""
+    can_move: bool = False
+    """Whether KV that earlier prompts left can be moved to other positions."""
     can_extend: bool = False
     """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
     needs this; without it, answers are not verified."""

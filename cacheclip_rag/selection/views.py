@@ -38,7 +38,7 @@ class PromptView:
     @property
     def question(self) -> torch.Tensor:
         """``(num_question_tokens,)`` int64, slots of the question's tokens."""
-        return question_slots(self.layout, self.asked, self.known.held if self.known.turns else None)
+        return question_slots(self.layout, self.asked, self.known.held if self.known.is_approximate else None)
 
     @property
     def fresh(self) -> torch.Tensor:

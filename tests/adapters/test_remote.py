@@ -71,6 +71,7 @@ OPTIONS: dict[str, tuple[Any, str, Any]] = {
     "question": ("How old?", "question", "How old?"),
     "documents": (["A text."], "documents", ["A text."]),
     "finish": ("verify", "finish", "verify"),
+    "moved": ("off", "moved", "off"),
     "tools": ([TOOL], "tools", [TOOL]),
     "chat_template_kwargs": ({"a": 1}, "chat_template_kwargs", {"a": 1}),
 }

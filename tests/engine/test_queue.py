@@ -29,14 +29,16 @@ def waiting(engine: CacheClipEngine) -> int:
     return len(turns_of(engine.primary)._prompts)
 
 
-def first_tokens(engine: CacheClipEngine, chunks: list[str], count: int = 4) -> tuple[list[int], list[Answer]]:
+def first_tokens(
+    engine: CacheClipEngine, chunks: list[str], count: int = 4, **options: Any
+) -> tuple[list[int], list[Answer]]:
     """Who got a first token, in order, when all asked while another prompt was computed; and all answers."""
     order: list[int] = []
     answers: list[Answer] = []
     threads = Threads()
 
     def ask(number: int) -> None:
-        for count_, event in enumerate(engine.stream(asked(engine, number, chunks), PARAMS)):
+        for count_, event in enumerate(engine.stream(asked(engine, number, chunks), PARAMS, **options)):
             if not count_:
                 order.append(number)
             if event.answer is not None:
@@ -52,8 +54,8 @@ def first_tokens(engine: CacheClipEngine, chunks: list[str], count: int = 4) -> 
 
 def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> None:
     engine.precompute(chunks)
-    alone = {n: engine.generate(asked(engine, n, chunks), PARAMS).token_ids for n in range(4)}
-    order, answers = first_tokens(engine, chunks)
+    alone = {n: engine.generate(asked(engine, n, chunks), PARAMS, method="prefix").token_ids for n in range(4)}
+    order, answers = first_tokens(engine, chunks, method="prefix")
     assert order == [0, 1, 2, 3]
     assert {answer.token_ids for answer in answers} == {*alone.values()}
 

@@ -19,7 +19,7 @@ from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.base import Observer
-from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
+from cacheclip_rag.runtime.prompt_cache import PromptCache
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, Tiers
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
@@ -57,7 +57,7 @@ ANSWER: list[tuple[Owner, str, int]] = [
     (lambda engine: engine.primary, "fuse", 1),
     *((lambda engine: engine.primary, "decode_step", at) for at in (1, 3)),
     *((lambda engine: engine.primary, "decode_ids", at) for at in (1, 3)),
-    *((lambda engine: PrefixCache, "insert", at) for at in (1, 2)),
+    *((lambda engine: PromptCache, "insert", at) for at in (1, 2)),
     (lambda engine: engine.observers[-2], "on_answer", 1),
     (lambda engine: engine.observers[-1], "on_answer", 1),
 ]

@@ -20,9 +20,8 @@ from hypothesis import example, given, settings, strategies as st
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import KVMatch
-from cacheclip_rag.runtime.transformers import prefix_cache as blocks
+from cacheclip_rag.runtime.prompt_cache import PromptCache
 from cacheclip_rag.runtime.transformers.cache import FusedCache, FusedLayer
-from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from tests.conftest import CHUNKS, QUESTION
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits
 
@@ -59,33 +58,38 @@ def assert_right(hit: KVMatch, ids: Sequence[int]) -> None:
         assert torch.equal(got.keys, right.keys) and torch.equal(got.values, right.values)
 
 
-def found(cache: PrefixCache, ids: Sequence[int]) -> int:
+def found(cache: PromptCache, ids: Sequence[int]) -> int:
     """Tokens that a match finds, after a look at their KV."""
     with cache.match(ids) as hit:
         assert_right(hit, ids)
         return hit.num_tokens
 
 
-def put(cache: PrefixCache, ids: Sequence[int]) -> int:
+def put(cache: PromptCache, ids: Sequence[int]) -> int:
     return cache.insert(ids, filled(ids))
 
 
-def room(num_blocks: int, **options: Any) -> PrefixCache:
-    return PrefixCache(num_blocks * BLOCK_BYTES, block_tokens=SIZE, **options)
+def room(num_blocks: int, **options: Any) -> PromptCache:
+    return PromptCache(num_blocks * BLOCK_BYTES, block_tokens=SIZE, **options)
 
 
-def tokens_of(block: Any) -> tuple[int, ...]:
-    """All tokens up to the end of a stored block."""
-    before = tokens_of(block.parent) if block.parent else ()
-    return (*before, *memoryview(block.ids).cast("q"))
+def blocks_of(cache: PromptCache) -> dict[tuple[int, ...], Any]:
+    """The stored blocks, by all tokens up to their ends."""
+    kept, ahead = dict[tuple[int, ...], Any](), [((), cache._root)]
+    while ahead:
+        before, block = ahead.pop()
+        for child in block.children.values():
+            kept[*before, *child.ids.tolist()] = child
+            ahead.append(((*before, *child.ids.tolist()), child))
+    return kept
 
 
-def stored(cache: PrefixCache) -> set[tuple[int, ...]]:
-    return {tokens_of(block) for block in cache._blocks.values()}
+def stored(cache: PromptCache) -> set[tuple[int, ...]]:
+    return {*blocks_of(cache)}
 
 
-def refs(cache: PrefixCache) -> list[int]:
-    return [block.refs for block in cache._blocks.values()]
+def refs(cache: PromptCache) -> list[int]:
+    return [block.refs for block in blocks_of(cache).values()]
 
 
 class TestMatch:
@@ -122,19 +126,19 @@ class TestMatch:
     def test_bytes_are_those_of_the_tensors(self) -> None:
         cache = room(99)
         put(cache, [1, 2, 3, 4, 5, 6])
-        held = [kv for block in cache._blocks.values() for kv in block.kv.values()]
+        held = [kv for block in blocks_of(cache).values() for kv in block.kv.values()]
         assert sum(kv.untyped_storage().nbytes() for kv in held) == cache.stats.bytes == 3 * BLOCK_BYTES
 
     @pytest.mark.parametrize(("max_bytes", "block_tokens"), [(-1, 16), (0, 0), (0, -3)])
     def test_settings_out_of_range(self, max_bytes: int, block_tokens: int) -> None:
         with pytest.raises(ConfigurationError, match="must be"):
-            PrefixCache(max_bytes, block_tokens=block_tokens)
+            PromptCache(max_bytes, block_tokens=block_tokens)
 
 
 class TestOneLimit:
     def test_of_several_tenants(self) -> None:
         """The largest gives way, its oldest prompt first; none finds a block of another."""
-        first, second, third = (room(6, extra_keys=(name,)) for name in "abc")
+        first, second, third = (room(6) for _ in range(3))
         second.share_limit(first)
         third.share_limit(second)
         put(first, [1, 2])
@@ -150,42 +154,6 @@ class TestOneLimit:
         assert sum(each.stats.bytes for each in (first, second, third)) == 6 * BLOCK_BYTES
         second.clear()
         assert put(first, [5, 5, 6, 6]) == 2 and third.stats.blocks == 2
-
-
-class TestKeys:
-    def test_extra_keys_keep_tenants_apart(self) -> None:
-        """Also where keys joined end to end would be the same text."""
-        tenants: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b"), ("ab",), ("", "ab"), ("\ud800",)]
-        caches = [room(99, extra_keys=keys) for keys in tenants]
-        for cache in caches:
-            put(cache, [1, 2, 3, 4])
-        assert len({digest for cache in caches for digest in cache._blocks}) == 2 * len(tenants)
-        foreign = room(99, extra_keys=("other",))
-        for cache in caches:
-            foreign._blocks.update(cache._blocks)
-        assert found(foreign, [1, 2, 3, 4]) == 0
-
-    def test_collision_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """All blocks have one digest: another block's KV is never taken for this one's, and what is stored stays."""
-        monkeypatch.setattr(blocks, "block_digest", lambda *_: b"the same")
-        cache = room(99)
-        assert put(cache, [1, 2, 3, 4]) == 1
-        assert found(cache, [1, 2, 3, 4]) == 2
-        assert found(cache, [1, 2, 1, 2]) == 2  # equal tokens, but behind another parent
-        assert found(cache, [5, 6]) == 0
-        assert put(cache, [5, 6, 7, 8]) == 0
-        assert stored(cache) == {(1, 2)} and refs(cache) == [0]
-
-    def test_collision_behind_a_true_hit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Second blocks collide, whatever stands before them."""
-        digest = blocks.block_digest
-        first = bytes(32)
-        monkeypatch.setattr(blocks, "block_digest", lambda p, e, ids: digest(p, e, ids) if p == first else b"second")
-        cache = room(99)
-        put(cache, [1, 2, 3, 4])
-        put(cache, [5, 6])
-        assert found(cache, [5, 6, 3, 4]) == 2
-        assert found(cache, [1, 2, 3, 4]) == 4
 
 
 class TestEviction:
@@ -331,7 +299,7 @@ class TestRandomTraces:
     @example(3, 0, [("insert", [0] * 6), ("hold", [0] * 6), ("insert", [1] * 4), ("release", 0), ("insert", [1])])
     def test_equal_to_brute_force(self, max_blocks: int, spare: int, trace: list[Any]) -> None:
         """Same hits, blocks, holders and evictions; no child without its parent; the limit never exceeded."""
-        cache = PrefixCache(max_blocks * BLOCK_BYTES + spare, block_tokens=SIZE)
+        cache = PromptCache(max_blocks * BLOCK_BYTES + spare, block_tokens=SIZE)
         reference = Reference(max_blocks)
         held: list[tuple[KVMatch, list[Whole]]] = []
 
@@ -356,14 +324,14 @@ class TestRandomTraces:
                     let_go(-1)
             for hit, blocks_held in held:
                 assert_right(hit, blocks_held[-1].start if blocks_held else ())
-            kept = {tokens_of(block): block.refs for block in cache._blocks.values()}
+            kept = {start: block.refs for start, block in blocks_of(cache).items()}
             assert kept == {start: block.refs for start, block in reference.blocks.items()}
             assert all(start[:-SIZE] in kept for start in kept if len(start) > SIZE)
             assert cache.stats.bytes == BLOCK_BYTES * reference.taken <= cache.stats.max_bytes
             assert cache.stats.evictions == reference.evictions
         while held:
             let_go(0)
-        assert not any(refs(cache)) and set(cache._free) == set(cache._blocks)
+        assert not any(refs(cache)) and set(cache._free) == {*blocks_of(cache).values()}
         assert cache.stats.bytes == BLOCK_BYTES * cache.stats.blocks
 
 
@@ -398,9 +366,9 @@ class TestThreads:
         finally:
             sys.setswitchinterval(interval)
         assert not errors
-        assert not any(refs(shared)) and set(shared._free) == set(shared._blocks)
+        assert not any(refs(shared)) and set(shared._free) == {*blocks_of(shared).values()}
         assert shared.stats.bytes == BLOCK_BYTES * shared.stats.blocks
-        assert all(block.kv for block in shared._blocks.values())
+        assert all(block.kv for block in blocks_of(shared).values())
 
 
 class TestWithModel:
@@ -414,7 +382,7 @@ class TestWithModel:
         return torch.tensor([*start, *one]), torch.tensor([*start, *other])
 
     @staticmethod
-    def answered(runtime: Any, cache: PrefixCache, ids: torch.Tensor) -> tuple[int, FusedCache, torch.Tensor]:
+    def answered(runtime: Any, cache: PromptCache, ids: torch.Tensor) -> tuple[int, FusedCache, torch.Tensor]:
         """Tokens reused, the prompt's cache and its last logits."""
         fused = runtime.new_cache(len(ids))
         with cache.match(ids.tolist()[:-1]) as hit:
@@ -424,7 +392,7 @@ class TestWithModel:
         return hit.num_tokens, fused, logits
 
     def test_equals_plain_transformers(self, primary: str) -> None:
-        runtime, cache = load_model(primary), PrefixCache(2**26)
+        runtime, cache = load_model(primary), PromptCache(2**26)
         first, second = self.prompts(runtime)
         cache.insert(first.tolist(), runtime.prefill(first, len(first))[0])
         reused, fused, logits = self.answered(runtime, cache, second)
@@ -438,20 +406,20 @@ class TestWithModel:
     def test_twin_two_blocks_swapped(self, primary: str) -> None:
         """Blocks of two prompts, at the same positions. Two of one prompt would not do: a key after RoPE carries its
         position along, so attention without a window does not see in which slot it stands."""
-        runtime, cache = load_model(primary), PrefixCache(2**26)
+        runtime, cache = load_model(primary), PromptCache(2**26)
         first, second = self.prompts(runtime)
         for ids in (first, first.flip(0)):
             cache.insert(ids.tolist(), runtime.prefill(ids, len(ids))[0])
         expected = reference_logits(primary, second)
         reused, _, logits = self.answered(runtime, cache, second)
         assert gap(logits, expected) < EXACT
-        chains = [cache._hold(cache._chain(tuple(ids.tolist()[:reused]))) for ids in (first, first.flip(0))]
-        one, other = (chain[-1] for chain in chains)
+        kept = blocks_of(cache)
+        one, other = (kept[tuple(ids.tolist()[:reused])] for ids in (first, first.flip(0)))
         one.kv, other.kv = other.kv, one.kv
         assert gap(self.answered(runtime, cache, second)[2], expected) > BROKEN
 
     def test_whole_prompt_stored_leaves_a_token_to_compute(self, tiny_models: dict[str, str]) -> None:
-        runtime, cache = load_model(tiny_models["llama"]), PrefixCache(2**26)
+        runtime, cache = load_model(tiny_models["llama"]), PromptCache(2**26)
         ids = self.prompts(runtime)[0][:64]
         cache.insert(ids.tolist(), runtime.prefill(ids, 64)[0])
         reused, _, logits = self.answered(runtime, cache, ids)

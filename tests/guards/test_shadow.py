@@ -376,6 +376,7 @@ class TestMetrics:
             "chunk_misses_total": 2 + 5 + 2 + 0 + 2 + 2,
             'prompt_tokens_total{source="store"}': 6 * 750 - 40,
             'prompt_tokens_total{source="prefix_cache"}': 40,
+            'prompt_tokens_total{source="moved"}': 0,
             'prompt_tokens_total{source="computed"}': 5 * 250 + 2_345_678 - 750,
             "ttft_seconds_sum": 2.75,
             "shadow_checks_total": 6,

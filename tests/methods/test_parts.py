@@ -134,6 +134,7 @@ class TestChunkContexts:
             stats = engine.generate(prompt, SamplingParams(max_tokens=2), method=name).stats
             assert (stats.method, stats.hits, stats.exact_tokens) == (name, 3, 0)
         own = made("direct", chunk_context="prefix")
+        engine.prefixes.clear()
         assert engine.generate(prompt, SamplingParams(max_tokens=2), method=own).stats.fallback
 
     @pytest.mark.parametrize("wrong", ["nothing", "", 3])

@@ -14,7 +14,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import known_kv
-from cacheclip_rag.runtime.transformers import prefix_cache as blocks
+from cacheclip_rag.runtime.kv_blocks import KVBlock
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
@@ -92,19 +92,12 @@ class TestEqualsFullPrefill:
     @few
     def test_a_wrongly_keyed_block_shows(self, warm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         """The twin: were a block's tokens not part of its key, another prompt's KV would be taken, and be seen."""
-        monkeypatch.setattr(blocks, "array", lambda kind, ids: _Alike())
+        monkeypatch.setattr(KVBlock, "key_of", staticmethod(lambda method, ids: (method, b"alike")))
         warm.engine.prefixes.clear()
         warm.engine.generate(segments_of(warm), ONE, method="prefix")
         wrong = warm.engine.prefill(segments_of(warm, (2, 0, 1)), method=preset("prefix"))
         assert wrong.stats.cached_prefix_tokens > 0
         assert gap(wrong.logits, reference_logits(warm.folder, wrong.layout.ids)) > BROKEN
-
-
-class _Alike:
-    """Tokens that all look alike."""
-
-    def tobytes(self) -> bytes:
-        return b"alike"
 
 
 class TestOtherMethodsBehindIt:
@@ -190,10 +183,8 @@ class TestOtherMethodsBehindIt:
             )
             known = known_kv(layout, layout.chunks)
             stale = [span.start for span in layout.chunks if not known.is_exact(span)]
-            kept = case.engine.prefixes.stats.blocks * BLOCK
+            kept = case.engine.prefixes.known(layout.ids.tolist())
             assert kept <= stale[0]
-            with case.engine.prefixes.match(layout.ids.tolist()) as match:
-                assert match.num_tokens == kept
             full = case.engine.generate(prompt, ONE, method="prefix")
             assert full.stats.cached_prefix_tokens == kept
         case.engine.prefixes.clear()

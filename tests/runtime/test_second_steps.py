@@ -13,8 +13,8 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.prompt_cache import PromptCache
 from cacheclip_rag.runtime.transformers.cache import FusedCache
-from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from tests.conftest import CACHECLIP, SENTENCES
 from tests.engine.asking import SHORT, rag
 from tests.fusion.test_blocks import BLOCK_BYTES, SIZE, filled, found, refs, room
@@ -47,7 +47,7 @@ def when_copied(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], 
     return copied
 
 
-def holds_nothing(cache: PrefixCache) -> bool:
+def holds_nothing(cache: PromptCache) -> bool:
     return cache.stats.bytes == 0 == cache.stats.continued_bytes and cache.stats.blocks == 0
 
 
@@ -164,7 +164,7 @@ class TestCutBack:
         prompt = rag([first, second, other])
         ids, method = engine.plan(prompt).layout.token_ids, engine.make_method()
         known = engine.prefixes.known(ids)
-        with engine.prefixes.continued.match(method, ids) as kept:
+        with engine.prefixes.match(ids, method) as kept:
             continued = kept.num_tokens
         span = engine.plan(prompt).reused[-1]
         assert span.whole == other and span.start < known < continued < span.stop
@@ -172,8 +172,8 @@ class TestCutBack:
         stats = engine.generate(prompt, SHORT).stats
         assert (stats.continued_tokens, stats.continued_turns, stats.stale_from) == (0, 0, None)
         assert stats.cached_prefix_tokens == span.start
-        with engine.prefixes.continued.match(method, ids) as kept:
-            assert [(run.stop, run.turns) for run in kept.runs] == [(len(ids), 1)]
+        with engine.prefixes.match(ids, method) as kept:
+            assert [(run.stop, run.turns) for run in kept.runs] == [(known, 0), (len(ids), 1)]
 
 
 def continuing(plan: Any, runs: object) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...store import KV, join, layer_of
-from .rotary import ModelRotary, Tables, changed, rotate
+from ..base import KVPart, KVSource
+from .rotary import ModelRotary, Tables, changed, rotate, unrotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,32 +175,36 @@ class FusedCache(Cache):  # type: ignore[misc]
             layer._resize(max(layer.length, length))
 
     @torch.inference_mode()
-    def blocks(self, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
-        """Copies of the KV of ``count`` blocks of ``size`` tokens from block ``first`` on. Of each block one tensor per
-        group of layers with equal shapes, keys and values alternating, ``(2 * num_layers, num_kv_heads, size,
-        head_dim)``: faster than two per layer, because the number of copies takes the time."""
+    def blocks(self, start: int, stop: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
+        """Copies of the KV of tokens ``start`` to ``stop - 1`` in blocks of ``size`` tokens; the last may be shorter.
+        Of each block one tensor per group of layers with equal shapes, keys and values alternating, ``(2 * num_layers,
+        num_kv_heads, size, head_dim)``: faster than two per layer, because the number of copies takes the time."""
         groups: dict[object, list[int]] = {}
         for index, layer in enumerate(self.layers):
             groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
         pieces = {}
         for group in groups.values():
             sources = [kv for index in group for kv in (self.layers[index].keys, self.layers[index].values)]
-            part = slice(first * size, (first + count) * size)
-            pieces[tuple(group)] = [kv[0, :, part].split(size, dim=1) for kv in sources]
-        for number in range(count):
+            pieces[tuple(group)] = [kv[0, :, start:stop].split(size, dim=1) for kv in sources]
+        for number in range(-(-(stop - start) // size)):
             yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}
 
     @torch.inference_mode()
-    def write_blocks(
-        self, blocks: Sequence[Mapping[tuple[int, ...], torch.Tensor]], num_tokens: int, *, first: int = 0
-    ) -> None:
-        """Write tokens ``first`` to ``num_tokens - 1`` of blocks, which stand one after the other from slot 0 on."""
-        for group in blocks[0]:
-            pieces = zip(*(block[group].unbind() for block in blocks), strict=True)
-            # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
-            rows = (torch.cat(each, dim=1) if len(each) > 1 else each[0][:, first:num_tokens] for each in pieces)
+    def write_blocks(self, part: KVPart) -> None:
+        run, old, new = part.run, list[Tables | None](), list[Tables | None]()
+        if run.source == KVSource.MOVED and run.source_start != run.start:
+            positions = torch.arange(run.start, run.stop)
+            old += self.rotary.tables(positions - run.start + run.source_start)
+            new += self.rotary.tables(positions)
+        tokens = slice(part.skip, part.skip + run.stop - run.start)
+        for group in part.blocks[0]:
+            pieces = zip(*(block[group].unbind() for block in part.blocks), strict=True)
+            # joined one by one, so that memory holds no second copy of the prompt; keys and values alternate
+            rows = ((torch.cat(each, dim=1) if len(each) > 1 else each[0])[:, tokens] for each in pieces)
             for index, keys, values in zip(group, rows, rows, strict=True):
-                self.layers[index].write(first, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+                if old:
+                    keys = rotate(unrotate(keys, old[index]), new[index], keys.dtype)
+                self.layers[index].write(run.start, keys, values)  # (num_kv_heads, num_tokens, head_dim)
 
     def tables_of(self, slots: torch.Tensor) -> list[Tables | None]:
         """Per layer the rotary tables of slots at their positions: rows of :attr:`tables`, if there are some."""

@@ -54,6 +54,7 @@ class ModelRuntime(TextModel):
     Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
     """
 
+    can_move = True
     can_extend = True
 
     def __init__(

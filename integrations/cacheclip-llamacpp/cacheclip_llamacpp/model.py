@@ -34,7 +34,7 @@ from .weights import GgufWeights
 from .written import UnknownLayoutError, WrittenKV
 
 if TYPE_CHECKING:
-    from cacheclip_rag.runtime import KVMatch, PhaseClock
+    from cacheclip_rag.runtime import KVMatch, KVPart, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +62,20 @@ class LlamaState:
     def position_of(self, slot: int) -> int:
         return slot
 
-    def blocks(self, first: int, count: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, start: int, stop: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Of each block its number of tokens, and what llama.cpp writes of them."""
-        for start in range(first * size, (first + count) * size, size):
-            data = self.cells.context.dump(self.cells, start, start + size)
-            yield size, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for begin in range(start, stop, size):
+            end = min(begin + size, stop)
+            data = self.cells.context.dump(self.cells, begin, end)
+            yield end - begin, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    def write_blocks(self, blocks: Sequence[tuple[int, torch.Tensor]], num_tokens: int, *, first: int = 0) -> None:
-        start = first
-        for size, data in blocks:
-            count = min(size, num_tokens - start)
-            is_read = self.cells.context.load(data, size, self.cells, first=first, count=count, at=start)
+    def write_blocks(self, part: KVPart) -> None:
+        at, first = part.run.start, part.skip
+        for size, data in part.blocks:
+            count = min(size - first, part.run.stop - at)
+            is_read = self.cells.context.load(data, size, self.cells, first=first, count=count, at=at)
             assert is_read, "llama.cpp reads what it has written"
-            start += count
+            at, first = at + count, 0
 
 
 class LlamaRuntime(ChatText):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cacheclip_rag import CallOptions, ConfigurationError
-from cacheclip_rag.adapters import FINISH_MODES
+from cacheclip_rag.adapters import FINISH_MODES, MOVED_MODES
 from cacheclip_rag.methods import check_method
 from cacheclip_rag.plugins import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
 
@@ -47,6 +47,8 @@ class CacheClipField(BaseModel):
     """Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."""
     finish: Annotated[str | None, _checked(partial(check_choice, "finish", allowed=FINISH_MODES))] = None
     """``none``, ``verify`` or ``revise``."""
+    moved: Annotated[str | None, _checked(partial(check_choice, "moved", allowed=MOVED_MODES))] = None
+    """``off``: no KV of earlier prompts that stood at another position, or behind other text."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
     background: bool | None = None
@@ -63,6 +65,7 @@ class CacheClipField(BaseModel):
             question=self.question,
             documents=self.documents,
             finish=self.finish,
+            moved=self.moved,
         )
 
     def model_post_init(self, context: Any, /) -> None:

@@ -135,6 +135,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "ratio and time": (cacheclip(ratio=0.5, max_ttft_s=1.0), "cacheclip", "Leave one"),
     "confidence": (cacheclip(min_confidence=2), "cacheclip.min_confidence", "probability"),
     "finish": (cacheclip(finish="maybe"), "cacheclip.finish", "verify"),
+    "moved": (cacheclip(moved="maybe"), "cacheclip.moved", "on"),
     "schema and finish": (
         {**cacheclip(finish="verify"), "response_format": {"type": "json_object"}},
         None,

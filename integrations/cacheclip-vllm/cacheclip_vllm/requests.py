@@ -70,6 +70,7 @@ _WITHOUT_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time with vLLM",
     "min_confidence": "vLLM gives no logits before the answer begins",
     "finish": "answers of vLLM are not verified",
+    "moved": "vLLM moves no KV",
 }
 
 
@@ -78,7 +79,7 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
     effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
-        if getattr(found, name) not in (None, "none"):
+        if getattr(found, name) not in (None, "none", "off"):
             raise unsupported(f"cacheclip.{name}", f"cacheclip.{name} has no effect here: {why}. Leave it out.")
     if isinstance(found.ratio, str):
         raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")

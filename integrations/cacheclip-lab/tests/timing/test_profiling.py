@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.timing import profiling
-from cacheclip_lab.timing.controller import Cost, Profile
 from cacheclip_lab.timing.fitting import Timing
 from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError
 from cacheclip_rag.measuring import PHASES
-from cacheclip_rag.runtime.transformers import prefix_cache
-from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
 from cacheclip_rag.testing import ThrottledBackend
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
@@ -66,28 +63,6 @@ def test_it_is_measured_once_and_used_by_every_engine_of_its_kind(make: Make, sa
         other.precompute(CHUNKS)
         stats = other.generate(rag_prompt(CHUNKS), max_tokens=1).stats
         assert stats.predicted_ttft_s is not None and stats.hits == len(CHUNKS)
-
-
-@pytest.mark.parametrize("max_ttft_s", [None, 100.0])
-def test_a_prompt_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch, max_ttft_s: float | None) -> None:
-    """The controller asks how much of it the prefix cache has, and the prefill takes that. With 100 s, it is plain."""
-    engine, hashed = make(), list[bytes]()
-    engine.precompute(CHUNKS)
-    profile = Profile({}, Cost(10.0, 0.0, 0.0), Cost(1.0, 0.0, 0.0), Cost(0.0, 0.0, 0.0))
-    engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
-    digest = prefix_cache.block_digest
-
-    def counted(parent: bytes, extra: bytes, ids: bytes) -> bytes:
-        hashed.append(ids)
-        return digest(parent, extra, ids)
-
-    monkeypatch.setattr(prefix_cache, "block_digest", counted)
-    monkeypatch.setattr(PrefixCache, "insert", lambda *_, **__: 0)  # after the answer
-    engine.generate(rag_prompt(CHUNKS), max_tokens=1, max_ttft_s=max_ttft_s)
-    count = len(hashed)
-    plan = engine.plan(rag_prompt(CHUNKS), max_ttft_s=max_ttft_s)
-    assert plan.prediction is not None and (plan.bypass is None) == (max_ttft_s is None)
-    assert count == (plan.layout.num_tokens - 1) // engine.prefixes.block_tokens > 3
 
 
 def test_other_settings_need_another_profile(make: Make, caplog: pytest.LogCaptureFixture) -> None:

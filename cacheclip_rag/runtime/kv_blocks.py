@@ -1,0 +1,248 @@
+"""Blocks of KV by token ids in a tree, and runs of equal tokens of two prompts, wherever they stand.
+
+Such runs are found by fingerprints. Source: winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of every
+:data:`_WINDOW` neighbouring hashes of :data:`SIZE` tokens the least is a fingerprint, so that two equal runs of
+:data:`LEAST_RUN` tokens have one in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .base import KVPart, KVRun, KVSource
+
+SIZE = 16
+"""Tokens of which a fingerprint is the hash."""
+LEAST_RUN = 32
+"""Two equal runs of so many tokens, or more, have a fingerprint in common. Shorter ones are not moved."""
+LEAST_PAST = 0.5
+"""Share of the tokens before a token in its earlier prompt that must stand before it now, too: else it is computed."""
+_MOST_SOURCES = 8
+"""Places of one fingerprint that are looked at, the latest ones. Boilerplate stands in every prompt."""
+_WINDOW = LEAST_RUN - SIZE + 1
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+Array = np.ndarray[Any, Any]
+
+
+def fingerprints(ids: Array) -> tuple[Array, Array]:
+    """The fingerprints of ``ids``, ``(num_tokens,)`` int64: the first token of each, ascending, and its hash; int64."""
+    count = len(ids) - SIZE + 1
+    if count < _WINDOW:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    words, hashes = ids.astype(np.uint64) + np.uint64(1), np.zeros(count, np.uint64)
+    for at in range(SIZE):
+        hashes = (hashes + words[at : at + count]) * _FACTOR
+        hashes ^= hashes >> np.uint64(29)
+    windows = np.lib.stride_tricks.sliding_window_view(hashes, _WINDOW)
+    first = np.unique(windows.argmin(1) + np.arange(len(windows)))
+    return first, hashes[first].view(np.int64)
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class KVBlock:
+    """Neighbouring tokens of a prompt. The root has none."""
+
+    parent: KVBlock | None
+    key: tuple[Hashable, bytes]
+    """In its parent's children: method, and token ids as bytes. No method: the KV is exact, also of all before it."""
+    ids: Array
+    start: int
+    num_bytes: int
+    refs: int = 1
+    """References by matches and inserts. A parent never has fewer references than its child."""
+    kv: Any = None
+    """What the runtime's state gives of these tokens (:class:`KeptKV`). None while it is being copied."""
+    stale: Array | None = None
+    turns: int = 0
+    is_known: bool = True
+    """Whether a match can find it."""
+    children: dict[tuple[Hashable, bytes], KVBlock] = field(default_factory=dict)
+    hashes: list[tuple[int, int]] = field(default_factory=list)
+    """Fingerprints that begin in it: hash, and its first token in the prompt."""
+
+    @classmethod
+    def root(cls) -> KVBlock:
+        return cls(None, (None, b""), np.zeros(0, np.int64), 0, 0)
+
+    @staticmethod
+    def key_of(method: Hashable, ids: Array) -> tuple[Hashable, bytes]:
+        return method, ids.tobytes()
+
+    @property
+    def method(self) -> Hashable:
+        return self.key[0]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def num_stale(self) -> int:
+        return 0 if self.stale is None else int(self.stale.sum())
+
+    def is_whole(self, size: int) -> bool:
+        """Whether blocks can follow it: it is whole, or the root."""
+        return self.parent is None or len(self.ids) == size
+
+    def walk(self, tokens: Array, method: Hashable, size: int) -> list[KVBlock]:
+        """The blocks of ``tokens``, ``size`` each, behind it, of exact KV or in the branch of a method."""
+        blocks, block = list[KVBlock](), self
+        while block.is_whole(size):
+            following = block.children.get(self.key_of(method, tokens[block.stop : block.stop + size]))
+            if following is None or following.kv is None:
+                break
+            block = following
+            blocks.append(block)
+        return blocks
+
+    def most_equal_child(self, tokens: Array, allows: Callable[[KVBlock], bool] = lambda child: True) -> KVBlock | None:
+        """The child that begins with the most of ``tokens``, of equal ones that of exact KV; None if none does."""
+        begun = [
+            (equal, child.method is None, child)
+            for child in self.children.values()
+            if child.kv is not None and allows(child) and (equal := num_equal(child.ids, tokens))
+        ]
+        return max(begun, key=lambda each: each[:2])[2] if begun else None
+
+    def path(self) -> list[KVBlock]:
+        """The blocks from the prompt's first one to this one."""
+        blocks, block = list[KVBlock](), self
+        while block.parent is not None:
+            blocks.append(block)
+            block = block.parent
+        return blocks[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class EqualRun:
+    """Equal tokens of a prompt and of an earlier one."""
+
+    blocks: Sequence[KVBlock]
+    start: int
+    stop: int
+    at: int
+    """Where it starts in the earlier prompt."""
+    past: float = 0.0
+    """Share of the tokens before it in the earlier prompt that stand before it now."""
+
+    @classmethod
+    def around(cls, tokens: Array, place: int, block: KVBlock, source: int, least: int) -> EqualRun | None:
+        """The run, none of whose tokens is before ``least``, around token ``place``, which is ``source`` in the prompt
+        of a block. None if it is short, or not all of its KV is there yet."""
+        blocks, start, at = [block], place, source
+        while start > least:
+            head = blocks[0]
+            count = min(start - least, at - head.start)
+            equal = num_equal(tokens[start - count : start][::-1], head.ids[: at - head.start][::-1])
+            start, at = start - equal, at - equal
+            if equal < count or at > head.start or head.parent is None or head.parent.parent is None:
+                break
+            blocks.insert(0, head.parent)
+        stop, end = place, source
+        while True:
+            tail = blocks[-1]
+            equal = num_equal(tokens[stop:], tail.ids[end - tail.start :])
+            stop, end = stop + equal, end + equal
+            if end < tail.stop or stop == len(tokens):
+                break
+            following = tail.most_equal_child(tokens[stop:])
+            if following is None:
+                break
+            blocks.append(following)
+        blocks = [each for each in blocks if each.stop > at and each.start < end]
+        is_whole = all(each.kv is not None for each in blocks)
+        return cls(blocks, start, stop, at) if is_whole and stop - start >= LEAST_RUN else None
+
+    def rank(self) -> tuple[int, bool]:
+        return self.stop - self.start, self.blocks[-1].method is None
+
+    def after_lost_past(self, now: dict[int, int]) -> EqualRun | None:
+        """The part of the run before whose tokens :data:`LEAST_PAST` of their past stands now, too; None if it is
+        short. ``now``: where fingerprints first stand in the prompt."""
+        total = kept = 0
+        for block in self.blocks[0].path():
+            for value, place in block.hashes:
+                if place + SIZE <= self.at:
+                    total += 1
+                    kept += now.get(value, self.start) + SIZE <= self.start
+        past = kept / total if total else 0.0
+        lost = max(0, math.ceil(self.at * (LEAST_PAST - past) / (1 - LEAST_PAST)))
+        if self.stop - self.start - lost < LEAST_RUN:
+            return None
+        at = self.at + lost
+        blocks = [block for block in self.blocks if block.stop > at]
+        return EqualRun(blocks, self.start + lost, self.stop, at, (past * self.at + lost) / at if at else 1.0)
+
+    def as_part(self) -> KVPart:
+        return part_of_prompt(KVSource.MOVED, self.blocks, self.start, self.at, self.stop, self.past)
+
+
+class Places:
+    """Where fingerprints stand in blocks: by hash, the block and the first token in its prompt."""
+
+    def __init__(self) -> None:
+        self.by_hash: dict[int, list[tuple[KVBlock, int]]] = {}
+
+    def add(self, tokens: Array, blocks: Sequence[KVBlock], first: int) -> None:
+        """Note the fingerprints of ``blocks``, which begin with a prompt's first one; those from token ``first`` on
+        are new."""
+        begin = max(0, first - 2 * LEAST_RUN)
+        places, hashes = fingerprints(tokens[begin : end_of(blocks)])
+        size = len(blocks[0].ids) if blocks else 1
+        for place, value in zip((places + begin).tolist(), hashes.tolist(), strict=True):
+            block = blocks[place // size]
+            if (value, place) not in block.hashes:
+                block.hashes.append((value, place))
+                self.by_hash.setdefault(value, []).append((block, place))
+
+    def remove(self, block: KVBlock) -> None:
+        for value, place in block.hashes:
+            self.by_hash[value].remove((block, place))
+            if not self.by_hash[value]:
+                del self.by_hash[value]
+
+    def runs(self, tokens: Array, first: int) -> Iterator[EqualRun]:
+        """Runs of a prompt from token ``first`` on, in its order, that have kept enough of their past."""
+        places, hashes = (each.tolist() for each in fingerprints(tokens))
+        now: dict[int, int] = {}
+        for place, value in zip(places, hashes, strict=True):
+            now.setdefault(value, place)
+        stop = first
+        for place, value in zip(places, hashes, strict=True):
+            if place < stop:
+                continue
+            there = self.by_hash.get(value, [])[-_MOST_SOURCES:]
+            found = [run for each in there if (run := EqualRun.around(tokens, place, *each, stop)) is not None]
+            found.sort(key=EqualRun.rank, reverse=True)
+            usable = [kept for run in found[:2] if (kept := run.after_lost_past(now)) is not None]
+            yield from usable[:1]
+            if found:  # without enough past, later tokens of the run have not enough of it either
+                stop = found[0].stop
+
+
+def part_of_prompt(
+    source: KVSource, blocks: Sequence[KVBlock], start: int, at: int, stop: int, past: float = 1.0
+) -> KVPart:
+    """Tokens ``[start, stop)`` of a prompt, which begin at ``at`` in the blocks' own."""
+    first, stale = blocks[0].start, None
+    if any(block.stale is not None for block in blocks):
+        marks = [np.zeros(len(block.ids), np.bool_) if block.stale is None else block.stale for block in blocks]
+        stale = np.concatenate(marks)[at - first : at - first + stop - start]
+    run = KVRun(source, start, stop, max(block.turns for block in blocks), stale, at, past)
+    return KVPart(run, [block.kv for block in blocks], at - first)
+
+
+def end_of(blocks: Sequence[KVBlock]) -> int:
+    return blocks[-1].stop if blocks else 0
+
+
+def num_equal(left: Array, right: Array) -> int:
+    """Leading elements that are equal."""
+    most = min(len(left), len(right))
+    same = left[:most] == right[:most]
+    return most if same.all() else int(same.argmin())

@@ -1,0 +1,229 @@
+"""Moved KV: what it is, when it is taken, and where it never goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.presets import PRESETS
+from cacheclip_rag.prompt.known_kv import MOST_BORDER
+from cacheclip_rag.runtime.base import KVSource
+from cacheclip_rag.runtime.kv_blocks import LEAST_PAST
+from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from tests.conftest import SENTENCES
+from tests.engine.asking import SHORT, check_sums, logits
+
+Make = Callable[..., CacheClipEngine]
+
+
+@pytest.fixture
+def passages() -> list[str]:
+    generator = random.Random(5)
+    return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(6)]
+
+
+def chat(header: str, passages: list[str], question: str = "What is the magic number?") -> str:
+    return header + "\n\n" + "\n\n".join(passages) + f"\n\nQuestion: {question}"
+
+
+def reference(engine: CacheClipEngine, old: str, new: str, *, wrong_by: int = 0) -> torch.Tensor:
+    """Logits of ``new`` with the KV that a plain prefill of ``old`` gives, turned to the new positions (``wrong_by``
+    tokens beside them), where the engine takes it from there."""
+    runtime, method = engine.primary, engine.make_method("cacheclip", 0.2)
+    sources = engine.parts.kv_sources(method)
+    plan = engine.plan(new, method=method)
+    state, _ = runtime.prefill(engine.plan(old, method="prefix").layout.ids, 4096)
+    with sources.match(method, plan.layout, continued=True, moves=True) as match:
+        runs = match.runs
+    cache, rows = runtime.new_cache(4096), torch.ones(plan.layout.num_tokens, dtype=torch.bool)
+    cache.extend_to(plan.layout.num_tokens)
+    for run in runs:
+        source = run.source_start
+        count, border = run.stop - run.start, MOST_BORDER if run.source == KVSource.MOVED else 0
+        before = runtime.rotary.tables(torch.arange(source, source + count))
+        after = runtime.rotary.tables(torch.arange(run.start, run.stop) + (wrong_by if border else 0))
+        for number, layer in enumerate(cache.layers):
+            keys = unrotate(state.layers[number].keys[0, :, source : source + count], before[number])
+            layer.write(
+                run.start, rotate(keys, after[number]), state.layers[number].values[0, :, source : source + count]
+            )
+        rows[run.start + border : run.stop] = False
+    slots = rows.nonzero()[:, 0]
+    found = runtime.run_slots(cache, plan.layout.ids[slots], slots)
+    assert found is not None
+    return found
+
+
+EDITS: dict[str, Callable[[list[str]], tuple[str, str]]] = {
+    "header": lambda p: (chat("Checksum a91f3.", p), chat("Checksum 07c2e, longer.", p)),
+    "deleted": lambda p: (chat("Hello.", p), chat("Hello.", [p[0], *p[2:]])),
+    "replaced": lambda p: (chat("Hello.", p[:5]), chat("Hello.", [p[0], p[5], *p[2:5]])),
+    "inserted": lambda p: (chat("Hello.", p[1:]), chat("Hello.", p)),
+}
+
+
+class TestIsWhatItIs:
+    @torch.inference_mode()
+    @pytest.mark.parametrize("wrong_by", [0, 3])
+    @pytest.mark.parametrize("edit", EDITS)
+    def test_kv_of_an_edited_prompt(self, make: Make, passages: list[str], edit: str, wrong_by: int) -> None:
+        """Planted: positions off by three tokens. The comparison must find it."""
+        engine = make(min_confidence=0.0, on_miss="ignore")
+        old, new = EDITS[edit](passages)
+        engine.generate(old, SHORT)
+        expected = reference(engine, old, new, wrong_by=wrong_by)
+        found = logits(engine, new, engine.make_method("cacheclip", 0.2))
+        assert found.stats.moved_tokens > found.stats.prompt_tokens / 2
+        assert (float((found.logits - expected).abs().max()) < 1e-4) is not wrong_by
+        assert not found.is_exact
+
+
+class TestWhenItIsTaken:
+    def test_statistics_say_what_was_moved(self, make: Make, passages: list[str]) -> None:
+        engine = make(min_confidence=0.0, on_miss="ignore")
+        old, new = EDITS["inserted"](passages)
+        engine.generate(old, SHORT)
+        answer = engine.generate(new, SHORT)
+        check_sums(answer)
+        stats = answer.stats
+        assert (stats.method, stats.fallback, stats.hits, stats.continued_turns) == ("cacheclip", None, 0, 0)
+        assert stats.moved_tokens > stats.prompt_tokens / 2 and stats.moved_past == 1.0
+        assert stats.reused_tokens == stats.cached_prefix_tokens + stats.moved_tokens
+        values = engine.metrics.snapshot()
+        assert values['prompt_tokens_total{source="moved"}'] == stats.moved_tokens
+
+    @pytest.mark.parametrize(
+        ("settings", "call"),
+        [
+            ({"moved": "off"}, {}),
+            ({}, {"moved": "off"}),
+            ({}, {"method": "prefix"}),
+            ({}, {"method": "ape"}),
+            ({}, {"recompute_ratio": 1.0}),
+            ({"prefix_cache_bytes": 0}, {}),
+        ],
+        ids=str,
+    )
+    def test_not_where_it_is_switched_off_or_the_answer_must_be_exact(
+        self, make: Make, passages: list[str], settings: dict[str, Any], call: dict[str, Any]
+    ) -> None:
+        engine = make(on_miss="ignore", **settings)
+        for prompt in EDITS["inserted"](passages):
+            answer = engine.generate(prompt, SHORT, **call)
+        assert answer.stats.moved_tokens == 0
+        assert answer.token_ids == make(on_miss="ignore").generate(prompt, SHORT, method="full").token_ids
+
+    def test_not_where_a_certificate_is_required(self, make: Make, passages: list[str]) -> None:
+        engine = make(on_miss="ignore", require_certificate=True)
+        for prompt in EDITS["inserted"](passages):
+            assert engine.generate(prompt, SHORT).stats.moved_tokens == 0
+
+    def test_one_other_token_inside_makes_two_runs(self, make: Make, passages: list[str]) -> None:
+        engine = make(on_miss="ignore")
+        old, new = EDITS["header"](passages)
+        engine.generate(old, SHORT)
+        layout, method = engine.plan(new).layout, engine.make_method()
+        ids = [*layout.token_ids]
+        with engine.prefixes.match(ids, method, moves=True) as match:
+            (whole,) = (run for run in match.runs if run.source == KVSource.MOVED)
+        middle = (whole.start + whole.stop) // 2
+        ids[middle] += 1
+        with engine.prefixes.match(ids, method, moves=True) as match:
+            runs = [(run.start, run.stop) for run in match.runs if run.source == KVSource.MOVED]
+        assert runs == [(whole.start, middle), (middle + 1, whole.stop)]
+
+    def test_tokens_behind_which_too_little_of_their_past_is_left_are_computed(
+        self, make: Make, passages: list[str]
+    ) -> None:
+        """Of the last passage, before which all others stood, nothing is left to be taken where it comes first."""
+        engine = make(on_miss="ignore")
+        engine.generate(chat("Hello.", passages), SHORT)
+        reordered = engine.generate(chat("Hello.", [passages[5], passages[4]]), SHORT).stats
+        assert reordered.moved_tokens == 0
+        kept = engine.generate(chat("Hello.", passages[1:]), SHORT).stats
+        assert kept.moved_tokens > 0 and kept.moved_past is not None and 1.0 > kept.moved_past >= LEAST_PAST
+
+    def test_the_answer_is_a_source_too(self, make: Make, passages: list[str]) -> None:
+        """Of a chat whose system message changes."""
+        engine = make(on_miss="ignore", min_confidence=0.0)
+        long = SamplingParams(max_tokens=64)
+        user = {"role": "user", "content": chat("Hello.", passages)}
+
+        def turn(time: str, *later: dict[str, str]) -> list[dict[str, str]]:
+            return [{"role": "system", "content": f"It is {time}."}, user, *later]
+
+        answer = engine.generate(turn("noon"), long)
+        said = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And then?"}]
+        ids = engine.plan(turn("a quarter past one", *said)).layout.token_ids
+        begin = engine.plan(turn("a quarter past one")).layout.num_tokens
+        with engine.prefixes.match(ids, engine.make_method(), moves=True) as match:
+            assert match.runs[-1].stop > begin
+
+    def test_stored_chunks_are_not_read_where_moved_kv_has_them(self, make: Make, passages: list[str]) -> None:
+        engine = make(min_confidence=0.0)
+        engine.precompute(passages)
+        old, new = EDITS["inserted"](passages)
+        engine.generate(old, SHORT, method="prefix")
+        stats = engine.generate(new, SHORT).stats
+        fresh = make(min_confidence=0.0)
+        fresh.precompute(passages)
+        assert stats.hits == 6 and stats.moved_tokens > stats.prompt_tokens / 2
+        assert stats.recomputed_tokens < fresh.generate(new, SHORT).stats.recomputed_tokens
+
+    def test_the_gate_holds_for_it(self, make: Make, passages: list[str]) -> None:
+        engine = make(method=replace(preset("cacheclip"), min_confidence=1.0), on_miss="ignore")
+        old, new = EDITS["inserted"](passages)
+        engine.generate(old, SHORT)
+        answer = engine.generate(new, SHORT)
+        assert answer.stats.gated and answer.stats.moved_tokens == 0
+        assert answer.token_ids == engine.generate(new, SHORT, method="full").token_ids
+
+
+class TestWhereItNeverGoes:
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_into_the_exact_cache(self, make: Make, passages: list[str], planted: bool) -> None:
+        """Planted: the approximate KV is put there. The comparison must find it."""
+        engine = make(on_miss="ignore", min_confidence=0.0)
+        old, new = EDITS["inserted"](passages)
+        engine.generate(old, SHORT)
+        assert engine.generate(new, SHORT).stats.moved_tokens
+        if planted:
+            prefilled = logits(engine, new, engine.make_method())
+            engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
+        expected = logits(engine, new, preset("full")).logits
+        found = logits(engine, new, preset("prefix")).logits
+        assert (float((found - expected).abs().max()) < 1e-4) is not planted
+
+    def test_to_another_tenant(self, make: Make, passages: list[str]) -> None:
+        mine, others = (make(namespace=name, on_miss="ignore") for name in ("mine", "others"))
+        others.prefixes.share_limit(mine.prefixes)
+        old, new = EDITS["header"](passages)
+        mine.generate(old, SHORT)
+        assert others.generate(new, SHORT).stats.moved_tokens == 0
+        assert mine.generate(new, SHORT).stats.moved_tokens > 0
+
+    def test_after_texts_were_released(self, make: Make, passages: list[str]) -> None:
+        engine = make(on_miss="ignore")
+        engine.precompute(passages)
+        old, new = EDITS["header"](passages)
+        engine.generate(old, SHORT)
+        engine.release(passages[:1])
+        assert engine.generate(new, SHORT).stats.moved_tokens == 0
+
+    @pytest.mark.parametrize("method", [name for name in PRESETS if preset(name).reuses_chunks])
+    def test_more_rows_than_plain_prefill(self, make: Make, passages: list[str], method: str) -> None:
+        """Random histories of edits, some with stored chunks, by every method."""
+        engine, generator = make(method=method, min_confidence=0.0, on_miss="ignore"), random.Random(4)
+        engine.precompute(passages[:2])
+        for turn in range(8):
+            chosen = generator.sample(passages, generator.randint(2, 6))
+            stats = engine.generate(chat(f"Turn {turn}.", chosen), SamplingParams(max_tokens=2)).stats
+            plain = stats.prompt_tokens - stats.cached_prefix_tokens
+            assert stats.fresh_tokens + stats.recomputed_tokens <= plain
