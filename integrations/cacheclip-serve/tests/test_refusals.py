@@ -279,8 +279,8 @@ def test_of_a_body_that_is_too_large(served: Served, says_so: bool) -> None:
 
 
 def test_of_unknown_paths(served: Served) -> None:
-    response = served.client.get("/v1/embeddings")
-    assert response.status_code == 404 and "/v1/embeddings" in response.json()["error"]["message"]
+    response = served.client.get("/v1/images")
+    assert response.status_code == 404 and "/v1/images" in response.json()["error"]["message"]
     assert served.client.get("/v1/chat/completions").status_code == 405
 
 
