@@ -34,6 +34,9 @@ class Table:
                 check_number(each.name, value, "a number, 0 or more", most=float("inf"))
             elif kind == "bool":
                 check_flag(each.name, value)
+            elif kind == "list[str]":
+                if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+                    raise ConfigurationError(f"{each.name} must be a list of non-empty strings, got {value!r}.")
             elif not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{each.name} must be a non-empty string, got {value!r}.")
 

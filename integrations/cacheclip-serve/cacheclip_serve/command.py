@@ -39,6 +39,8 @@ class ServeTable(Table):
 
     served_name: str | None = None
     """Name of the model in requests; None: the primary's."""
+    aliases: list[str] | None = None
+    """Other names by which requests may ask for it."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's, 0 is greedy."""
     max_tokens: int | None = None
@@ -70,14 +72,13 @@ class ServeTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the server listens, whom it lets in, and how its model may be called."""
+    """Where the server listens, and whom it lets in."""
 
     host: str
     port: int
     api_key: str | None
     tenants: Path | None
     origins: tuple[str, ...]
-    aliases: tuple[str, ...]
 
 
 @engine_options("store", "primary", "auxiliary", "method", "dtype", "device")
@@ -117,9 +118,6 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin of a web page that may ask through a browser (CORS); can be given again."),
     ] = None,
-    alias: Annotated[
-        list[str] | None, typer.Option(help="Another name by which requests may ask for the model; can be given again.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, beside models, health and metrics. Stops at SIGTERM or Ctrl-C, when
@@ -127,7 +125,7 @@ def serve(
     not listed here are passed on to vLLM; write -- before them."""
     check_backend(backend)
     settings = _with_tiers(settings, hot, memory)
-    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()), tuple(alias or ()))
+    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
     if backend == "vllm":
         _serve_vllm(settings, door, context.args, as_json)
     elif context.args:
@@ -164,7 +162,7 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         settings.store_config(),
         flags,
         served_name=table.served_name,
-        aliases=door.aliases,
+        aliases=table.aliases or (),
         drops_tools=table.drop_tools,
         embedding=table.embedding,
         host=door.host,
@@ -202,7 +200,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     server = Server(
         TransformersBackend(config, hide_hits=table.hide_hits),
         name=name,
-        aliases=door.aliases,
+        aliases=table.aliases or (),
         drops_tools=table.drop_tools,
         embeddings=EmbeddingService(table.embedding, device=config.device, most_waiting=table.max_queue),
         access=access,

@@ -94,6 +94,7 @@ def test_it_refuses_before_anything_heavy_is_imported(tmp_path: Path, options: l
         ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
         ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
         ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
+        ("[serve]\naliases = 'a'", "aliases must be a list of non-empty strings"),
     ],
 )
 def test_its_table_of_the_settings_file(tmp_path: Path, text: str, words: str) -> None:
@@ -117,11 +118,11 @@ def test_names_and_tools(tiny_models: dict[str, str], tmp_path: Path, monkeypatc
     stated: list[Any] = []
     monkeypatch.setattr(Server, "__init__", lambda self, backend, **settings: stated.append(settings))
     monkeypatch.setattr(Server, "run", lambda self: None)
-    (tmp_path / "settings.toml").write_text("[serve]\ndrop_tools = true")
+    (tmp_path / "settings.toml").write_text("[serve]\ndrop_tools = true\naliases = ['a', 'b']")
     own = ["serve", "--store", str(tmp_path / "store"), "--primary", tiny_models["llama"], "--auxiliary", "none"]
-    CliRunner().invoke(app, [*own, "--settings", str(tmp_path / "settings.toml"), "--alias", "a", "--alias", "b"])
+    CliRunner().invoke(app, [*own, "--settings", str(tmp_path / "settings.toml")])
     CliRunner().invoke(app, own)
-    assert [(each["aliases"], each["drops_tools"]) for each in stated] == [(("a", "b"), True), ((), False)]
+    assert [(each["aliases"], each["drops_tools"]) for each in stated] == [(["a", "b"], True), ((), False)]
 
 
 @pytest.mark.parametrize(("given", "most"), [([], 2**30), (["max_bytes = 5000000"], 5_000_000)])
