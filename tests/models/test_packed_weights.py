@@ -47,8 +47,11 @@ def test_same_logits(tiny_models: dict[str, str], name: str, dtype: str) -> None
     for runtime in (loaded, plain):
         cache, first = runtime.prefill(torch.arange(5, 75), 80)
         logits.append([first, *(runtime.decode_step(cache, token) for token in (7, 9, 11))])
-    assert all(map(torch.equal, *logits))
     packed = packs() and dtype == "bfloat16"
+    # weights that are mapped from a file lie elsewhere in memory, by which some processors sum float32 in another order
+    rounding = 0.0 if dtype == "bfloat16" else 1e-5
+    for own, expected in zip(*logits, strict=True):
+        torch.testing.assert_close(own, expected, rtol=rounding, atol=rounding)
     assert {layer.weight.is_mkldnn for layer in of_model(loaded.model)} == {packed}
     assert not any(layer.weight.is_mkldnn for layer in of_model(plain.model))
 
