@@ -24,6 +24,11 @@ Make = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture
+def make(make: Make) -> Make:
+    return lambda **options: make(**{"moved": "on", **options})
+
+
+@pytest.fixture
 def passages() -> list[str]:
     generator = random.Random(5)
     return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(6)]
