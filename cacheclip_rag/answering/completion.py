@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..runtime.base import Runtime, wait_for
+from ..runtime.kv_blocks import num_equal
 from ..runtime.prompt_cache import PromptCache
 from .turns import CallerLeft, Waiter, turns_of
 
@@ -46,9 +47,7 @@ class _Prompt:
 
     def takes_place_of(self, other: _Prompt) -> bool:
         """Whether it is the next prompt of the same conversation: half of the other's tokens or more are equal."""
-        most = min(len(self.ids), len(other.ids))
-        same = self.ids[:most] == other.ids[:most]
-        return 2 * (most if same.all() else int(same.argmin())) >= len(other.ids)
+        return 2 * num_equal(self.ids, other.ids) >= len(other.ids)
 
 
 class IdleCompletion:

@@ -134,10 +134,9 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
             source[part] = KVSource.COMPUTED
     if not source[: num_prefix + 1].all():
         source[:num_prefix] = KVSource.PREFIX
-    for run in runs:
-        if run.source == KVSource.MOVED:
-            is_moved = source[run.start : run.stop] == KVSource.MOVED
-            border[run.start : run.stop] = _first_of_each(is_moved, MOST_BORDER)
+    moved = [(run, source[run.start : run.stop] == KVSource.MOVED) for run in runs if run.source == KVSource.MOVED]
+    for run, is_left in moved:
+        border[run.start : run.stop] = _first_of_each(is_left, MOST_BORDER)
     source[border & ~chunk] = KVSource.COMPUTED
     turns = max((run.turns for run in runs if (source[run.start : run.stop] == run.source).any()), default=0)
     held = source >= KVSource.CACHED.value
@@ -145,18 +144,9 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
     source[read] = np.where(own[read], KVSource.OWN_CONTEXT, KVSource.STORED)
     stale = np.where(held, stale, source == KVSource.STORED)
     exact = (own & (source != KVSource.MOVED)) | (source == KVSource.CACHED)
-    moved = [
-        (run.past, int((source[run.start : run.stop] == KVSource.MOVED).sum()))
-        for run in runs
-        if run.source == KVSource.MOVED
-    ]
-    return KnownKV(tuple(reused), source, chunk, held, own, exact, stale, border & chunk, turns, _mean(moved))
-
-
-def _mean(weighed: Sequence[tuple[float, int]]) -> float | None:
-    """The mean of numbers, each with its weight."""
-    total = sum(weight for _, weight in weighed)
-    return sum(number * weight for number, weight in weighed) / total if total else None
+    counts = [int((source[run.start : run.stop] == KVSource.MOVED).sum()) for run, _ in moved]
+    past = float(np.average([run.past for run, _ in moved], weights=counts)) if any(counts) else None
+    return KnownKV(tuple(reused), source, chunk, held, own, exact, stale, border & chunk, turns, past)
 
 
 def _first_of_each(marks: _Array, count: int) -> _Array:
