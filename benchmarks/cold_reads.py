@@ -31,11 +31,11 @@ from cacheclip_lab.timing.controller import Controller
 from cacheclip_lab.timing.fitting import fit_media
 from cacheclip_lab.timing.reads import measure_reads
 from cacheclip_lab.timing.texts import QUESTION, make_texts
+from cacheclip_testing import ThrottledBackend
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers
-from cacheclip_rag.testing import ThrottledBackend
 
 ALL_LAYERS = 1_000_000
 WAYS = ("warm", "overlapped", "in turn")

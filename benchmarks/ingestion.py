@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_ingest import LibrarySettings, shared
+from cacheclip_testing import build_model, tiny_spec
 from store_attack import ray_cluster, storage, store_command, text_of
 
 from cacheclip_rag.measuring import processor_name
-from cacheclip_rag.testing import build_model, tiny_spec
 
 SIZES = {
     "hidden_size": 512,

@@ -16,9 +16,10 @@ from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 
+from cacheclip_testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model
+
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
 ROOT = str(Path(cacheclip_rag.__file__).parent)
 CHUNKS = [" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8])]

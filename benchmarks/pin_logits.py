@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from cacheclip_testing import TINY_MODELS, build_auxiliary, build_model
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.methods import preset
-from cacheclip_rag.testing import TINY_MODELS, build_auxiliary, build_model
 
 _TINY = ("llama", "qwen2-sliding", "gemma3", "phi3-partial", "gpt-oss", "smollm3")
 _REAL = ("smollm2-135m", "qwen2.5-coder-0.5b")

@@ -25,10 +25,11 @@ import time
 import tracemalloc
 from pathlib import Path
 
+from cacheclip_testing import make_tokenizer
+
 from cacheclip_rag.measuring import lay_out, segment_text
 from cacheclip_rag.runtime import TextModel
 from cacheclip_rag.store import Catalog, TextIndex
-from cacheclip_rag.testing import make_tokenizer
 
 WORDS = ("harbour", "lamp", "of", "the", "stone", "built", "keeper", "in", "a", "year", "river", "and", "oil", "was")
 HEAD = "file_path: /data/annual-report.pdf\npage_label: 7\nsection: results\n\n" * 5

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from cacheclip_rag.testing import tiny
+from cacheclip_testing import tiny
 
 KEYS = {"attacker": "key-of-the-attacker", "client": "key-of-the-client"}
 CONTEXT = 8192

@@ -15,9 +15,8 @@ A runtime that computes tokens only in the order of the prompt has the calls of 
 :func:`fuse_in_order` as its ``fuse``.
 
 It takes from here, from the package itself (engine, settings, answers, errors), and from ``adapters``, ``guards``,
-``measuring``, ``methods``, ``models``, ``planning``, ``runtime``, ``selection``, ``store`` and ``testing``. Everything
-else may change without a word. ``cacheclip_rag.testing.names_outside_the_door`` tells whether a
-distribution keeps to that.
+``measuring``, ``methods``, ``models``, ``planning``, ``runtime``, ``selection`` and ``store``. Everything else may
+change without a word. ``names_outside_the_door`` of ``cacheclip-testing`` tells whether a distribution keeps to that.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         python_environment as python_environment,
     )
     from .base.urls import shown_url as shown_url
+    from .cli import main as main
     from .cli.common import (
         ExistingStoreOption as ExistingStoreOption,
         JsonOption as JsonOption,
@@ -79,8 +79,10 @@ if TYPE_CHECKING:
     from .cli.plugins import Commands as Commands
     from .cli.store import look_after as look_after
     from .cli.tables import Table as Table
+    from .fusion.answer import Fused as Fused
     from .fusion.in_order import OrderedRuntime as OrderedRuntime, PlacedKV as PlacedKV, fuse_in_order as fuse_in_order
     from .models.loaders import ModelLoader as ModelLoader
+    from .prompt.layout import Span as Span
 
 
 __getattr__, _LATE = late_names(
@@ -98,6 +100,7 @@ __getattr__, _LATE = late_names(
         "..base.progress": "progress_bar",
         "..base.python": "own_folder python_command python_environment",
         "..base.urls": "shown_url",
+        "..cli": "main",
         "..cli.common": (
             "ExistingStoreOption JsonOption NamespaceOption check_backend format_bytes parse_bytes print_json "
             "print_names"
@@ -107,8 +110,10 @@ __getattr__, _LATE = late_names(
         "..cli.plugins": "Commands",
         "..cli.store": "look_after",
         "..cli.tables": "Table",
+        "..fusion.answer": "Fused",
         "..fusion.in_order": "OrderedRuntime PlacedKV fuse_in_order",
         "..models.loaders": "ModelLoader",
+        "..prompt.layout": "Span",
     },
 )
 __all__ = ["late_names", *_LATE]

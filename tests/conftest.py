@@ -1,4 +1,4 @@
-"""Tiny models (:mod:`cacheclip_rag.testing.tiny`), texts and engines that tests share."""
+"""Tiny models (:mod:`cacheclip_testing.tiny`), texts and engines that tests share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.testing.plugin import (  # noqa: F401
+from cacheclip_testing.plugin import (  # noqa: F401
     CACHECLIP,
     CHUNKS,
     QUESTION,
     rag_prompt,
 )
-from cacheclip_rag.testing.tiny import (  # noqa: F401
+from cacheclip_testing.tiny import (  # noqa: F401
     CHAT_TEMPLATE,
     SENTENCES,
     TINY_MODELS,

@@ -12,8 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-
-from cacheclip_rag.testing.tiny import TINY_MODELS, build_model, make_tokenizer
+from cacheclip_testing.tiny import TINY_MODELS, build_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 

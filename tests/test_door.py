@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from cacheclip_rag.testing import names_outside_the_door, names_taken
+from cacheclip_testing import names_outside_the_door, names_taken
 
 
 @pytest.mark.parametrize(
@@ -14,8 +13,8 @@ from cacheclip_rag.testing import names_outside_the_door, names_taken
     [
         ("from cacheclip_rag import CacheClipEngine, __version__, methods", set()),
         ("from cacheclip_rag.methods import Method, preset\nfrom cacheclip_rag.store import *", set()),
-        ("import cacheclip_rag.testing.plugin\nprint(cacheclip_rag.__file__, cacheclip_rag.methods.preset)", set()),
-        ("from cacheclip_rag.testing.plugin import CHUNKS\nfrom . import engine", set()),
+        ("import cacheclip_rag.methods\nprint(cacheclip_rag.__file__, cacheclip_rag.methods.preset)", set()),
+        ("from cacheclip_rag.plugins import Commands\nfrom . import engine", set()),
         ("from cacheclip_rag.methods import presets", {"methods.presets"}),
         ("from cacheclip_rag.methods import _GROUP as group, preset", {"methods._GROUP"}),
         ("from cacheclip_rag.methods.base import Method", {"methods.base.Method"}),
@@ -28,7 +27,7 @@ from cacheclip_rag.testing import names_outside_the_door, names_taken
         ),
         ("import cacheclip_rag.methods\ncacheclip_rag.methods._GROUP", {"methods._GROUP"}),
         ("from cacheclip_rag import engine", {"engine"}),
-        ("from cacheclip_rag.testing.plugin import _nothing", {"testing.plugin._nothing"}),
+        ("from cacheclip_rag.store import _nothing", {"store._nothing"}),
     ],
 )
 def test_names_outside_the_door(source: str, outside: set[str], tmp_path: Path) -> None:

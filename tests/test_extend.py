@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from cacheclip_rag.testing import names_outside_the_door
+from cacheclip_testing import names_outside_the_door
 
 PAGE = (Path(__file__).parents[1] / "docs/pages/how-to/extend.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))

@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),
     ("measuring",),
     ("cli",),
-    ("testing",),
     ("plugins",),
 )
 """Rooms of the package from bottom to top: a module may import from its own room and from those below it."""
@@ -240,18 +239,6 @@ record_spans(None, "m")
 print({optional} & {{name.split(".")[0] for name in sys.modules}})
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-def test_fakes_and_tiny_models_need_no_pytest() -> None:
-    code = """
-import sys; sys.modules["pytest"] = None
-from cacheclip_rag import CacheClipEngine, testing
-
-ready = [name for name in testing.__all__ if "Conf" not in name and "sample" not in name and getattr(testing, name)]
-assert CacheClipEngine(**testing.fake_models()).generate("How tall is it?").text
-print(len(testing.__all__) - len(ready))
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "5\n"
 
 
 def test_modules_of_earlier_names_stay() -> None:

@@ -137,8 +137,9 @@ class TestReadmeRuns:
 
     def test_engine_block(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """On a runtime without a model."""
+        from cacheclip_testing.fake import FakeRuntime
+
         from cacheclip_rag.models import load
-        from cacheclip_rag.testing.fake import FakeRuntime
 
         monkeypatch.setitem(load._factories, "readme", FakeRuntime)
         names = self.engine_block("readme:primary", "readme:auxiliary")

@@ -74,6 +74,7 @@ MODULES: dict[str, str] = {
     "cacheclip_rag.ingest": f"cacheclip_rag.ingest is gone: use cacheclip_ingest, {_INSTALL.format('ingest')}.",
     "cacheclip_rag.lab": f"cacheclip_rag.lab is gone: use cacheclip_lab, {_INSTALL.format('lab')}.",
     "cacheclip_rag.serving": f"cacheclip_rag.serving is gone: use cacheclip_serve, {_INSTALL.format('serve')}.",
+    "cacheclip_rag.testing": f"cacheclip_rag.testing is gone: use cacheclip_testing, {_INSTALL.format('testing')}.",
     "cacheclip_rag.timing": f"cacheclip_rag.timing is gone: use cacheclip_lab.timing, {_INSTALL.format('lab')}.",
     "cacheclip_rag.vllm": f"cacheclip_rag.vllm is gone: use cacheclip_vllm, {_INSTALL.format('vllm')}.",
     "cacheclip_adapters": "cacheclip_adapters is gone: use cacheclip_rag.adapters.",
@@ -86,8 +87,6 @@ _INSTEAD: dict[tuple[str, str], str] = {
     ("guards", "Certificate GateFigures RatioFigures TurnFigures check_writable"): "that of "
     f"cacheclip_lab.evaluation.certificate, {_INSTALL.format('lab')}",
     ("guards", "verdict_at"): "Verdicts.at",
-    ("testing", "FakeServer"): "a copy of tests/helpers/fake_server.py",
-    ("testing", "Broken Fault"): "a copy of tests/helpers/planted_faults.py",
 }
 NAMES: dict[str, str] = {
     f"cacheclip_rag.{room}.{name}": f"cacheclip_rag.{room}.{name} is gone: use {instead}."

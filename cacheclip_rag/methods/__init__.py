@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .cacheblend import CacheBlend as CacheBlend
     from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
     from .recompute import Chunks as Chunks, Recompute as Recompute, Split as Split, offsets as offsets
-    from .settings import vary as vary
+    from .settings import describe as describe, vary as vary
 
 
 PRESET_NAMES = tuple(
@@ -112,7 +112,7 @@ __getattr__, _LATE = late_names(
         "cacheblend": "CacheBlend",
         "presets": "PRESETS PRESET_NOTES",
         "recompute": "Chunks Recompute Split offsets",
-        "settings": "vary",
+        "settings": "describe vary",
     },
 )
 __all__ = [*"DEFAULT_METHOD PRESET_NAMES check_auxiliary check_method check_reads preset reads_kv".split(), *_LATE]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         loader_of as loader_of,
         register_runtime as register_runtime,
         resolve as resolve,
+        unload_models as unload_models,
     )
     from .loaders import uses_tools as uses_tools
     from .memory import check_room as check_room, free_bytes as free_bytes, tensor_dtypes as tensor_dtypes
@@ -36,7 +37,9 @@ __getattr__, __all__ = late_names(
         "checkpoints": "TransformersLoader quantization_of",
         "devices": "DEVICE_MAPS check_device choose_device",
         "fingerprint": "FileState file_digest states_of",
-        "load": "concrete is_here known_context knows_tools load_model loader_of register_runtime resolve",
+        "load": (
+            "concrete is_here known_context knows_tools load_model loader_of register_runtime resolve unload_models"
+        ),
         "loaders": "uses_tools",
         "memory": "check_room free_bytes tensor_dtypes",
     },

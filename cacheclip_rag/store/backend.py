@@ -1,7 +1,7 @@
 """The interface of storage backends: bytes by key. A backend knows neither tensors nor the store's limits.
 
 To add a backend (a server, an object store): a class with the five abstract methods, and a test class that inherits
-:class:`cacheclip_rag.testing.backends.BackendConformance`.
+:class:`cacheclip_testing.backends.BackendConformance`.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 from cacheclip_rag import CacheClipError, ConfigurationError, Event, ModelError
 from cacheclip_rag.adapters import final_events
 from cacheclip_rag.answering import verification
 from cacheclip_rag.models import load_model
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from tests.adapters.plain_model import PlainModel
 
 PROMPT = rag_prompt(CHUNKS)

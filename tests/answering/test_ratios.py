@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+from cacheclip_testing.fake import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.door import PACKAGE, PUBLIC
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import Backend, CatalogView, TieredStore
-from cacheclip_rag.testing.door import PACKAGE, PUBLIC
 
 
 def public_classes() -> Iterator[type]:

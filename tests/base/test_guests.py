@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.fake import FakeRuntime
 from typer import Typer
 from typer.main import get_command
 
@@ -21,7 +22,6 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import check_name, is_here, known_context, load_any, register_runtime
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import open_chunk_store
-from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
 Install = Callable[..., None]
@@ -109,7 +109,7 @@ RUNTIME = """
 from cacheclip_rag.plugins import ModelLoader
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import open_chunk_store
-from cacheclip_rag.testing.fake import FakeRuntime
+from cacheclip_testing.fake import FakeRuntime
 
 
 class WordsLoader(ModelLoader):

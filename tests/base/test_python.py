@@ -22,10 +22,10 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[2]
 STARTS = {
-    "cacheclip_rag/testing/command.py",
     "integrations/cacheclip-shared/cacheclip_shared/object_storage.py",
     "integrations/cacheclip-lab/cacheclip_lab/packaged/pull.py",
     "integrations/cacheclip-llamacpp/cacheclip_llamacpp/weights.py",
+    "integrations/cacheclip-testing/cacheclip_testing/command.py",
     "integrations/cacheclip-vllm/cacheclip_vllm/launch.py",
 }
 """Files that start a process, with :mod:`cacheclip_rag.base.python`."""

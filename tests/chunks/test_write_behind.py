@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.fake import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from cacheclip_rag.chunks.batches import in_batches
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.store.care import verify
-from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import SENTENCES
 
 TEXTS = SENTENCES[:4]

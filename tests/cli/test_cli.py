@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from cacheclip_testing import run_without_torch
 
 from cacheclip_rag import CacheClipEngine, __version__
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnknownModelError
@@ -23,7 +24,6 @@ from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
 from cacheclip_rag.cli.plugins import GROUP
 from cacheclip_rag.cli.tables import BROUGHT, Table
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.testing import run_without_torch
 from tests.store.samples import failing
 
 

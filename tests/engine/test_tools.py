@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_models
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
@@ -16,7 +17,6 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.tools import call_schema
 from cacheclip_rag.runtime.transformers.constraint import closed
 from cacheclip_rag.runtime.transformers.text import TextModel
-from cacheclip_rag.testing import fake_models
 from tests.prompt.test_tools import SEARCH, calling, result, user
 
 SCHEMA: dict[str, Any] = {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cacheclip_testing.throttled import ThrottledBackend
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.methods import preset
@@ -29,7 +30,6 @@ from cacheclip_rag.store import (
     ahead as module,
 )
 from cacheclip_rag.store.codecs import Frame
-from cacheclip_rag.testing.throttled import ThrottledBackend
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import make_engine
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_of
 from pydantic import BaseModel, ValidationError
 
 from cacheclip_rag import ConfigurationError, MissingExtraError, ModelError
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.guards import Observer
-from cacheclip_rag.testing import fake_of
 
 
 class Town(BaseModel):

@@ -6,14 +6,14 @@ import threading
 from typing import Any
 
 import pytest
+from cacheclip_testing import throttled
 
 from cacheclip_rag.store import ahead
-from cacheclip_rag.testing import throttled
 
 
 class FakeTime:
     """In place of the module ``time`` for the given modules; default: for
-    :mod:`cacheclip_rag.testing.throttled` and what measures it.
+    :mod:`cacheclip_testing.throttled` and what measures it.
 
     Who sleeps wakes so many seconds after the time that its thread read last: sleeps of several threads overlap.
     """

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import read_variants
+from cacheclip_testing.methods import Observed
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.testing.methods import Observed
 from tests.fusion.cases import Case
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)

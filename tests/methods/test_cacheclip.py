@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.methods import Observed
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
@@ -14,7 +15,6 @@ from cacheclip_rag.selection.auxiliary_pass import map_scores, score_chunks
 from cacheclip_rag.selection.budget import Windows
 from cacheclip_rag.selection.scorers import QueryAttention
 from cacheclip_rag.selection.scorers.base import pick_layers
-from cacheclip_rag.testing.methods import Observed
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_engine
 from tests.methods.spying import few, made, plain, same, spied

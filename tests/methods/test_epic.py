@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.methods import Observed
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.budget import FixedStarts
-from cacheclip_rag.testing.methods import Observed
 from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import few, made, plain, same, spied
 

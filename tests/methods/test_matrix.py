@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.methods import MethodConformance
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.guards.fidelity import greedy, read_along
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.testing.methods import MethodConformance
 from tests.fusion.cases import BROKEN, EXACT, Case, bottom_right_plan, gap, reference_logits, scatter
 from tests.methods.spying import REUSING, made, run, same, spied
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.methods import MethodConformance, PromptCase
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
@@ -18,7 +19,6 @@ from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import describe, vary
 from cacheclip_rag.selection.budget import AlignedWindows, Budget, FixedStarts, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, PromptScorer, QueryAttention
-from cacheclip_rag.testing.methods import MethodConformance, PromptCase
 from tests.methods.spying import made
 
 

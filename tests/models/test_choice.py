@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.fake import FakeRuntime
+from cacheclip_testing.tiny import TINY_MODELS, build_model
 from safetensors.torch import load_file, save_file
 
 import cacheclip_rag.models.load as load
@@ -17,8 +19,6 @@ from cacheclip_rag.models import devices
 from cacheclip_rag.models.devices import choose_device
 from cacheclip_rag.models.load import concrete, load_model
 from cacheclip_rag.models.memory import weights_dtype
-from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

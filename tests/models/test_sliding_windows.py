@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.tiny import tiny_spec
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention import query_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
-from cacheclip_rag.testing.tiny import tiny_spec
 from tests.conftest import build_model
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits, reference_model
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from cacheclip_ingest.embedding import Embedder
+from cacheclip_testing.tiny import TINY_MODELS, make_tokenizer
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -24,7 +25,6 @@ from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.base.tensor_files import read_tensors
 from cacheclip_rag.models.load import load_model, load_planning, load_tokenizer
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
-from cacheclip_rag.testing.tiny import TINY_MODELS, make_tokenizer
 from tests.conftest import CHUNKS, rag_prompt
 
 Tensors = dict[str, torch.Tensor]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.fake import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine, Chunk, Plan
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
@@ -17,7 +18,6 @@ from cacheclip_rag.guards.base import ObservedAnswer, Observer
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.testing.fake import FakeRuntime
 
 CHUNKS = [
     "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import load_model
 from cacheclip_rag.planning import CallerLeft, FusionPlan, PlanningEngine, Waiter, load_planning, model_files
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 
 @pytest.fixture

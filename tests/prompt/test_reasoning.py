@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from cacheclip_testing import FakeRuntime, fake_models, fake_of
 from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag import Answer, CacheClipEngine, Event
@@ -14,7 +15,6 @@ from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
 from cacheclip_rag.runtime.markers import REASONING_MARKERS, known_reasoning, markers_among
-from cacheclip_rag.testing import FakeRuntime, fake_models, fake_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"

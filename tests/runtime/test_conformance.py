@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cacheclip_testing.fake import FakeRuntime
+from cacheclip_testing.runtimes import RuntimeConformance
+from cacheclip_testing.tiny import TINY_MODELS, build_model
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.testing.runtimes import RuntimeConformance
-from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 
 
 class TestFake(RuntimeConformance):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.tiny import make_tokenizer
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.runtime.transformers.constraint import Grammars
-from cacheclip_rag.testing.tiny import make_tokenizer
 
 LIST = {
     "type": "object",

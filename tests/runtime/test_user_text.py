@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.tiny import SENTENCES, TINY_MODELS, build_model, make_tokenizer
 from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheclip_rag.models.load import load_model, resolve
 from cacheclip_rag.runtime.transformers.user_text import LeastTokens, text_tokenizer
-from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, make_tokenizer
 
 ALIKE = st.lists(
     st.sampled_from([*"abc <>|/_\n\u00e9\u0301\u200b\U0001f600", "think", "im_end", "eos", "h1"]), max_size=20

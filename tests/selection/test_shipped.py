@@ -14,6 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from cacheclip_testing.tiny import AUXILIARY, build_model, make_tokenizer
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError
@@ -23,7 +24,6 @@ from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set
-from cacheclip_rag.testing.tiny import AUXILIARY, build_model, make_tokenizer
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOT = Path(__file__).parents[2]

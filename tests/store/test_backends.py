@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from cacheclip_testing.backends import BackendConformance, sample_key, sample_payload
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.store import CAN_DROP_PAGE_CACHE, PAGE_CACHE, Backend, DiskBackend, MemoryBackend, Sink, Tiers
-from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
 from tests.store.samples import full_disk
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_ingest import Library, check_library, repair_library
+from cacheclip_testing import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.database import Database
@@ -24,7 +25,6 @@ from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
 from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
-from cacheclip_rag.testing import FakeRuntime
 from tests.conftest import some_of
 from tests.store.samples import frame, is_intact, key, kv, opened, path_of, put
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base import database
@@ -19,7 +20,6 @@ from cacheclip_rag.base.database import ANSWER_WAIT_S, waiting_at_most
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store.care import verify
-from cacheclip_rag.testing import FakeRuntime
 from tests.store.samples import is_intact, key, opened, path_of, put, run, totals_are_right
 
 TEXTS = [f"Page {n} says that the keeper of lighthouse number {n} wrote down the hour and the wind." for n in range(4)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS
 from ingest_cases import Workshop
-
-from cacheclip_rag.testing.plugin import CHUNKS
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from cacheclip_ingest.commands.settings import given_settings
 from cacheclip_ingest.commands.tables import AskTable
+from cacheclip_testing import run_without_torch
 from ingest_cases import embedding_models  # noqa: F401
 from pdf_cases import pdf
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, Event
-from cacheclip_rag.testing import run_without_torch
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import typer.testing
 from cacheclip_shared.testing import bucket, s3_address, set_environment  # noqa: F401
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from ingest_cases import OneVector
 
 from cacheclip_rag import (
@@ -29,7 +30,6 @@ from cacheclip_rag import (
     StoreError,
 )
 from cacheclip_rag.cli import app
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import cacheclip_lab
-
-from cacheclip_rag.testing import names_outside_the_door, names_taken
+from cacheclip_testing import names_outside_the_door, names_taken
 
 FOLDER = Path(cacheclip_lab.__file__).parent
 

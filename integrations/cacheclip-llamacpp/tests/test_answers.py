@@ -12,13 +12,13 @@ import pytest
 import torch
 from cacheclip_llamacpp import library, model
 from cacheclip_llamacpp.context import Context
+from cacheclip_testing.plugin import CHUNKS, QUESTION
 from tiny_gguf import MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, SamplingParams
 from cacheclip_rag.models import known_context, load
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.store.erasures import look_at_all
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from tests.answering.test_turns import until
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS
 
 from cacheclip_rag.models.load import unload_models
-from cacheclip_rag.testing.plugin import CHUNKS
 from tests.test_benchmarks import load
 
 

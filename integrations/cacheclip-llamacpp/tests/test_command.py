@@ -12,6 +12,7 @@ from cacheclip_ingest.commands.settings import given_settings
 from cacheclip_lab.evaluation.exactness import DIRECT, check_exactness
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_lab.training.finetune import open_engine
+from cacheclip_testing.plugin import CHUNKS, QUESTION
 from ingest_cases import embedding_models  # noqa: F401
 from tiny_gguf import MakeEngine
 
@@ -19,7 +20,6 @@ from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.models import loader_of
 from cacheclip_rag.plugins import PlacedKV
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 
 def test_the_command(cacheclip: Any, files: dict[str, Path], minilm: str, tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from cacheclip_testing import RuntimeConformance
 from tiny_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.models.load import load_any
 from cacheclip_rag.runtime import Runtime
-from cacheclip_rag.testing import RuntimeConformance
 
 
 class OfArchitecture(RuntimeConformance):

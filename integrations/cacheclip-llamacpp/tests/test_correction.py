@@ -13,13 +13,13 @@ from cacheclip_llamacpp import model, rotary, written
 from cacheclip_llamacpp.late_correction import LateCorrection
 from cacheclip_llamacpp.weights import GgufWeights
 from cacheclip_llamacpp.written import UnknownLayoutError, WrittenKV
+from cacheclip_testing.plugin import CHUNKS
 from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, MakeEngine, logits
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime import Tables, rotate
 from cacheclip_rag.runtime.transformers.rotary import unrotate
-from cacheclip_rag.testing.plugin import CHUNKS
 
 WEIGHT = 0.5
 CORRECTED = replace(preset("epic"), name="corrected", correction=WEIGHT).at(0.3)

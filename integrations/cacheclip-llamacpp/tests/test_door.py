@@ -9,9 +9,9 @@ from pathlib import Path
 import cacheclip_llamacpp
 import pytest
 from cacheclip_llamacpp.loader import GgufLoader
+from cacheclip_testing import names_outside_the_door
 
 from cacheclip_rag.models import loader_of
-from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_names_from_public_modules_only() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from cacheclip_llamacpp import loader, weights
+from cacheclip_testing.plugin import CHUNKS, QUESTION
 from tiny_gguf import write_gguf
 
 from cacheclip_rag import CacheClipEngine, ModelError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.plugins import python_command
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 PROMPT = "\n\n".join([*CHUNKS[:2], QUESTION])
 

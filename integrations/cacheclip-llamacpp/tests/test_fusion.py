@@ -15,6 +15,7 @@ import pytest
 import torch
 from cacheclip_llamacpp import library, loader, model
 from cacheclip_llamacpp.weights import GgufWeights
+from cacheclip_testing.plugin import CHUNKS, QUESTION
 from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, WINDOW, MakeEngine, logits, write_header
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
@@ -23,7 +24,6 @@ from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.plugins import PlacedKV
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 RUNS_HERE = ("full", "prefix", "direct", "block", "epic", "cacheclip", "cacheclip-gated", "cacheclip-paper")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from cacheclip_testing.plugin import CACHECLIP
 from tiny_gguf import MakeEngine
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.testing.plugin import CACHECLIP
 from tests.engine.asking import SHORT, check_sums, rag
 from tests.engine.test_answers import TestStreaming
 from tests.engine.test_queue import (

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS
 from transformers import PreTrainedTokenizerFast
 
 from cacheclip_rag import Fresh
 from cacheclip_rag.models.load import load_any, load_tokenizer, unload_models
 from cacheclip_rag.runtime import Message, Runtime
-from cacheclip_rag.testing.plugin import CHUNKS
 
 TEXTS = [
     CHUNKS[0],

@@ -11,12 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from cacheclip_testing import TINY_MODELS, build_model, tiny_spec
+from cacheclip_testing.plugin import CHUNKS, QUESTION
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import Method
-from cacheclip_rag.testing import TINY_MODELS, build_model, tiny_spec
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 __all__ = ["ARCHITECTURES", "PROMPT", "TOLERANCE", "MakeEngine", "logits", "write_gguf", "write_header"]
 

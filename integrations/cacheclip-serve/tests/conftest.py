@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cacheclip_testing import fake_models
+from cacheclip_testing.plugin import CACHECLIP
 from serve_cases import Served, running
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.testing import fake_models
-from cacheclip_rag.testing.plugin import CACHECLIP
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import pytest
 from cacheclip_serve.access import Access, read_tenants
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.server import Server
+from cacheclip_testing.plugin import CHUNKS
 from serve_cases import Served, running
 
 from cacheclip_rag import ConfigurationError, EngineConfig
-from cacheclip_rag.testing.plugin import CHUNKS
 
 OWN, NORTH, BOTH = "server-key-1", "north-key-11", "both-key-111"
 TENANTS = {NORTH: ("north",), BOTH: ("south", "north")}

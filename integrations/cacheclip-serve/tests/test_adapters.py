@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from cacheclip_serve import Access
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from serve_cases import NAME, Served, running
 
 from cacheclip_rag import Answer, ConfigurationError, EngineConfig, PromptTooLongError, ServerError
 from cacheclip_rag.adapters import ServedFields, final_events, last_answer
 from cacheclip_rag.methods import preset
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 KEY, NORTH = "server-key-1", "north-key-11"
 PROMPT = rag_prompt(CHUNKS)

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cacheclip_testing.plugin import CHUNKS, QUESTION, rag_prompt
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import NAME, Served, running
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.testing.plugin import CHUNKS, QUESTION, rag_prompt
 
 PROMPT = rag_prompt(CHUNKS)
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]

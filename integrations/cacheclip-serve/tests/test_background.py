@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from cacheclip_serve import Queue, QueueFull, in_background
+from cacheclip_testing import fake_models, fake_of
 from serve_cases import Questions, Served, play, running, settle, until
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.testing import fake_models, fake_of
 
 TITLE = "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history.\n### Guidelines:"
 TAGS = "### Task:\nGenerate 1-3 broad tags categorizing the main themes of the chat history."

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import cacheclip_serve
-
-from cacheclip_rag.testing import names_outside_the_door
+from cacheclip_testing import names_outside_the_door
 
 
 def test_it_takes_names_of_public_modules_only() -> None:

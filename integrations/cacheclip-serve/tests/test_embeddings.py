@@ -14,12 +14,12 @@ import openai
 import pytest
 from cacheclip_ingest import Embedder
 from cacheclip_serve import Access, EmbeddingService
+from cacheclip_testing import fake_models
 from openai import OpenAI
 from serve_cases import Served, running
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cacheclip_rag import EngineConfig, MissingExtraError
-from cacheclip_rag.testing import fake_models
 
 TEXTS = [f"The lighthouse number {number}" for number in range(70)]
 

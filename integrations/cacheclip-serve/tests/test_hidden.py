@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from cacheclip_serve.hidden import SEEN, without_hits
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from serve_cases import Served, running
 
 from cacheclip_rag import Answer, EngineConfig, Event, FusionStats
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 ASKED = {"method": "epic", "nominal_ratio": 0.2, "finish": "none"}
 TIMES = ("ttft_s", "decode_s", "queued_s")

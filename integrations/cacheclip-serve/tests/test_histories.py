@@ -13,14 +13,14 @@ import openai
 import pytest
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.schema import ChatBody, CompletionBody, parse
+from cacheclip_testing import fake_of
+from cacheclip_testing.plugin import CHUNKS
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OfAChat
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OfACompletion
 from serve_cases import NAME, Served, Unexpected, play, running
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
-from cacheclip_rag.testing import fake_of
-from cacheclip_rag.testing.plugin import CHUNKS
 
 USER = {"role": "user", "content": "How tall is the mast?"}
 ENGLISH = "Twelve metres."

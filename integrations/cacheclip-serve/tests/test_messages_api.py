@@ -9,12 +9,12 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 from cacheclip_serve import Access, RequestError, TransformersBackend
+from cacheclip_testing import fake_models, fake_of
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from openai import OpenAI
 from serve_cases import NAME, Served, running
 
 from cacheclip_rag import EngineConfig, Event
-from cacheclip_rag.testing import fake_models, fake_of
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 PROMPT = rag_prompt(CHUNKS)
 SEARCH: Any = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from anthropic import Anthropic
+from cacheclip_testing import fake_models
 from openai import OpenAI
 from serve_cases import NAME, Served, running
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.testing import fake_models
 
 TOOL: Any = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 IN_RESPONSES: Any = {"type": "function", **TOOL["function"]}

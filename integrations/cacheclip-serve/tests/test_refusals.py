@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS
 from serve_cases import NAME, Served, running
 
 from cacheclip_rag import EngineConfig, StoreError
 from cacheclip_rag.runtime import Runtime
-from cacheclip_rag.testing.plugin import CHUNKS
 
 MESSAGES = [{"role": "user", "content": "What?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

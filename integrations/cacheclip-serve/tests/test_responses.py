@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from cacheclip_serve import RequestError, TransformersBackend
+from cacheclip_testing import fake_of
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from openai import BadRequestError, OpenAI
 from openai.types.responses import Response
 from serve_cases import NAME, Served, until
 
 from cacheclip_rag import Event
-from cacheclip_rag.testing import fake_of
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 PROMPT = rag_prompt(CHUNKS)
 SEARCH = {

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 from .care import create
 from .object_storage import s3_server

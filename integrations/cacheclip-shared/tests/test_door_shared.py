@@ -8,10 +8,10 @@ from pathlib import Path
 import cacheclip_shared
 import pytest
 from cacheclip_shared import kind
+from cacheclip_testing import names_outside_the_door
 
 from cacheclip_rag import MissingExtraError
 from cacheclip_rag.store import StoreKind, open_chunk_store, store_kind
-from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_it_takes_no_name_from_outside_the_door() -> None:

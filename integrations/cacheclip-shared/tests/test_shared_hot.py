@@ -11,11 +11,11 @@ from cacheclip_shared.hot import TTL_S, HotBackend
 from cacheclip_shared.objects import ObjectBackend
 from cacheclip_shared.place import SharedPlace, object_name, tenant_folder
 from cacheclip_shared.testing import Machine, Relay, hits, shared
+from cacheclip_testing import BackendConformance, sample_key, sample_payload
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 
 from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError, SamplingParams
 from cacheclip_rag.store import Backend, StoreReader, later
-from cacheclip_rag.testing import BackendConformance, sample_key, sample_payload
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 redis = pytest.importorskip("redis", reason="redis is not installed")
 

@@ -23,13 +23,13 @@ from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
 from cacheclip_shared.store import SharedStore
 from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from cacheclip_shared.testing import Machine, Relay, hits, shared
+from cacheclip_testing import BackendConformance
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, SamplingParams, StoreError
 from cacheclip_rag.base import keys
 from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs, text_digest
 from cacheclip_rag.store.erasures import look_at_all
-from cacheclip_rag.testing import BackendConformance
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 
 class TestObjectBackend(BackendConformance):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing import TINY_MODELS, build_model
+from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm import encoding
 from cacheclip_vllm.captures import (
     CAPTURE,
@@ -32,8 +34,6 @@ from cacheclip_rag.models import load_model
 from cacheclip_rag.planning import load_planning
 from cacheclip_rag.runtime import rotate
 from cacheclip_rag.runtime.transformers.rotary import unrotate
-from cacheclip_rag.testing import TINY_MODELS, build_model
-from cacheclip_rag.testing.plugin import CHUNKS
 
 NAME, CONTEXT = "a" * 32, "b" * 32
 LAYERS, HEADS, DIM = 3, 4, 8

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import cacheclip_serve
 import cacheclip_vllm
+from cacheclip_testing import names_outside_the_door
 from import_statements import at_import_time
-
-from cacheclip_rag.testing import names_outside_the_door
 
 FOLDER = Path(cacheclip_vllm.__file__).parent
 LOADED_BY_VLLM = {"capturing", "connector", "rows"}

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_shared.care import create
+from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm import loading
 from cacheclip_vllm.captures import write_context
 from cacheclip_vllm.loading import Loader, local_heads
@@ -35,7 +36,6 @@ from cacheclip_rag import CacheClipEngine, ModelError
 from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.planning import StoredInterval, load_planning, stored
 from cacheclip_rag.store import StoreReader, joined
-from cacheclip_rag.testing.plugin import CHUNKS
 
 
 class Stream:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from cacheclip_serve import EmbeddingService, Queue, bodies, connections
 from cacheclip_serve.connections import KEEP_S
+from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm.middleware import CacheClip
 from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_vllm.planner import Planner
@@ -38,7 +39,6 @@ from vllm_served import BOTH, CHAT, COMPLETION, NORTH, OWN, PICTURE, PROMPT, SEA
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats, PromptTooLongError
 from cacheclip_rag.planning import FusionPlan, load_planning
-from cacheclip_rag.testing.plugin import CHUNKS
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from cacheclip_vllm.offline import engine_options
 from cacheclip_vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_vllm.passes import passes
@@ -19,7 +20,6 @@ from cacheclip_rag import CacheClipEngine, CertificateError, ConfigurationError
 from cacheclip_rag.fusion.wire import StoredPiece
 from cacheclip_rag.planning import FusionPlan, load_planning
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 ROOM = {"max_runs": 99, "max_rows": 999}
 

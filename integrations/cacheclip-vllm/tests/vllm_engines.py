@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.variants import RANDOM
+from cacheclip_testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model, tiny_spec
 from cacheclip_vllm.encoding import encoding_options, encoding_primary
 from cacheclip_vllm.offline import FusedLLM, engine_options
 from cacheclip_vllm.parameters import request_parameters
@@ -21,7 +22,6 @@ from cacheclip_vllm.planner import Planner
 from tool_templates import TOOLS_TEMPLATE
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model, tiny_spec
 
 HEADS = {"num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "num_hidden_layers": 4}
 """vLLM's kernels for CPUs want heads of 32 numbers or more."""

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from cacheclip_vllm.middleware import CacheClip
 from cacheclip_vllm.settings import ServerSettings
 from vllm_inner import Inner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 PROMPT = rag_prompt(CHUNKS)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

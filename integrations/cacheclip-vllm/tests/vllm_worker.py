@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import RANDOM
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from cacheclip_vllm import Planner
 from cacheclip_vllm.loading import Loader, local_heads, slots_of
 from cacheclip_vllm.parameters import Settings
@@ -19,7 +20,6 @@ from cacheclip_vllm.scheduling import Load
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import preset
 from cacheclip_rag.planning import load_planning
-from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 BLOCK = 16
 BLOCKS = 128

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cacheclip_testing import fake_models
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index_cases import Events
-
-from cacheclip_rag.testing import fake_models
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from cacheclip_testing import fake_of
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM
-
-from cacheclip_rag.testing import fake_of
 
 
 class WordEmbedding(BaseEmbedding):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from adapter_cases import leaves_the_queue
+from cacheclip_testing import fake_models
 from llama_index.llms.cacheclip import CacheClipLLM
-
-from cacheclip_rag.testing import fake_models
 
 
 async def streamed(model: Any) -> None:

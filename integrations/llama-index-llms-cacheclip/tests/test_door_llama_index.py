@@ -9,11 +9,10 @@ import llama_index.response_synthesizers.cacheclip as synthesizers
 import llama_index.storage.docstore.cacheclip as docstores
 import pytest
 from adapter_cases import run_readme
+from cacheclip_testing import names_outside_the_door
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.storage.docstore import BaseDocumentStore
-
-from cacheclip_rag.testing import names_outside_the_door
 
 
 def test_it_takes_names_of_public_modules_only() -> None:

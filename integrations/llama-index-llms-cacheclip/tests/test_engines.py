@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_of
 from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
@@ -36,8 +37,6 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.llms.cacheclip.statistics import collector
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index_cases import Events, WordEmbedding, scripted
-
-from cacheclip_rag.testing import fake_of
 
 
 @pytest.fixture

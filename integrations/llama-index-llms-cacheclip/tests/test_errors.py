@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import FEW, OTHERS, OURS, Town, in_loop, raised
+from cacheclip_testing import fake_of
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.node_parser import SentenceSplitter
@@ -24,7 +25,6 @@ from llama_index_cases import WordEmbedding
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.models.load import _registry, unload_models
-from cacheclip_rag.testing import fake_of
 
 MODES = [mode for mode in ResponseMode if mode not in ("no_text", "context_only")]
 

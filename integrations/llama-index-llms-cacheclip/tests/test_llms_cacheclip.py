@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import join_workers
+from cacheclip_testing import Latch, fake_models, fake_of
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
@@ -29,7 +30,6 @@ from llama_index_cases import WordEmbedding
 
 from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary
-from cacheclip_rag.testing import Latch, fake_models, fake_of
 
 PROMPT = "Where did the keeper live?"
 MESSAGES = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import Questions
+from cacheclip_testing import SENTENCES, fake_of
 from llama_index.core import (
     Document,
     PromptTemplate,
@@ -35,7 +36,6 @@ from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 from llama_index_cases import Events, WordEmbedding, scripted
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.testing import SENTENCES, fake_of
 
 MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
 

@@ -14,6 +14,7 @@ from typing import Any
 import llama_index.core
 import pytest
 from adapter_cases import exit_code_of
+from cacheclip_testing import SENTENCES, FakeRuntime
 from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -21,7 +22,6 @@ from llama_index.core.schema import MetadataMode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import SENTENCES, FakeRuntime
 
 
 class Killed(FakeRuntime):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,7 +15,6 @@ from cacheclip_rag import ConfigurationError
 from cacheclip_rag.adapters import EngineFields, ServedFields
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import load_model
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 PROMPT = "Where did the keeper live?"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_models, fake_of
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.llms.function_calling import FunctionCallingLLM
@@ -19,7 +20,6 @@ from llama_index.llms.cacheclip.base import _warn_once
 from pydantic import BaseModel
 
 from cacheclip_rag import ModelError
-from cacheclip_rag.testing import fake_models, fake_of
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fenêtre"}}\n</tool_call>'
 

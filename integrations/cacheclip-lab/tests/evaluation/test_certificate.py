@@ -15,6 +15,7 @@ from cacheclip_lab.evaluation.certificate import (
     check_writable,
     saved_certificate,
 )
+from cacheclip_testing import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine, CertificateError
 from cacheclip_rag.guards import THRESHOLDS, Guarantee, PromisedGate
@@ -22,7 +23,6 @@ from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.measuring import Identity
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import FakeRuntime
 
 GATE = (
     GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),

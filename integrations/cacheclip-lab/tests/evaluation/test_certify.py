@@ -21,6 +21,7 @@ from cacheclip_lab.evaluation.gating import CONFIDENCES
 from cacheclip_lab.evaluation.lab import Lab, planned_runs
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_lab.evaluation.records import Record, RecordChunk
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, QUESTION
 from typer.testing import CliRunner
 
 import cacheclip_rag.guards.certificate as certificates
@@ -33,7 +34,6 @@ from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.models import load_model
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
 

@@ -22,6 +22,7 @@ from cacheclip_lab.evaluation.questions import QuestionPrompt, ask
 from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from evaluation.test_certify import short_prompts
 from fake_stats import stats
 from fake_time import FakeTime
@@ -29,7 +30,6 @@ from fake_time import FakeTime
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, Fresh
 from cacheclip_rag.measuring import kl_divergence
 from cacheclip_rag.methods import preset
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 
 INF = float("inf")
 REFERENCE = [[3.0, 1.0, 0.0, -2.0], [0.0, 2.0, 1.5, 1.0], [1.0, 1.1, -3.0, 0.0], [0.0, -1.0, 4.0, 3.5]]

@@ -21,6 +21,8 @@ from cacheclip_lab.evaluation.report import FILES, summarise
 from cacheclip_lab.evaluation.results import Comparison
 from cacheclip_lab.evaluation.scores import METRICS
 from cacheclip_lab.evaluation.tables import notes
+from cacheclip_testing import SENTENCES, add_bos
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Fresh, MissingExtraError
@@ -28,8 +30,6 @@ from cacheclip_rag.measuring import known_kv
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset, vary
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.runtime import TextModel
-from cacheclip_rag.testing import SENTENCES, add_bos
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 

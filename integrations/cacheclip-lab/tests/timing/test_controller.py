@@ -21,6 +21,7 @@ from cacheclip_lab.timing.controller import (
     Work,
     find_profile,
 )
+from cacheclip_testing import FakeRuntime, ThrottledBackend
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, FusionStats, Plan
 from cacheclip_rag.measuring import PHASES, known_kv
@@ -28,7 +29,6 @@ from cacheclip_rag.methods import Recompute
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.selection import ChunkStart, FixedStarts
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, disk
-from cacheclip_rag.testing import FakeRuntime, ThrottledBackend
 
 IDENTITY = {"primary": "a", "threads": 2}
 PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from cacheclip_lab.timing import profiling
 from cacheclip_lab.timing.fitting import Timing
+from cacheclip_testing import ThrottledBackend
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError
 from cacheclip_rag.measuring import PHASES
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
-from cacheclip_rag.testing import ThrottledBackend
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 Make = Callable[..., CacheClipEngine]
 

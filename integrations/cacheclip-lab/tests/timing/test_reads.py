@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cacheclip_lab.timing.reads import _NAMESPACE, has_room, measure_reads
+from cacheclip_testing import ThrottledBackend
 from fake_time import FakeTime
 from store_entries import is_intact, put
 
@@ -22,7 +23,6 @@ from cacheclip_rag.store import (
     TenantStore,
     Tiers,
 )
-from cacheclip_rag.testing import ThrottledBackend
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]
 KV = [torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]

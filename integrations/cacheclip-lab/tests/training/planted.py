@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from cacheclip_lab.training.families import synthetic_samples
+from cacheclip_testing import build_model, make_tokenizer, tiny_spec as of
 from transformers import AutoModelForCausalLM
-
-from cacheclip_rag.testing import build_model, make_tokenizer, tiny_spec as of
 
 PLANTED = (1, 2)
 """Layer and head."""

@@ -14,6 +14,7 @@ from cacheclip_ingest.embedding import Embedder, Vectors
 from cacheclip_ingest.job import ingest
 from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.splitting import Splitter
+from cacheclip_testing import SENTENCES
 from cacheclip_vllm import captures
 from cacheclip_vllm.offline import FusedLLM
 from vllm_engines import (
@@ -31,7 +32,6 @@ from vllm_engines import (
 )
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EncodingError
-from cacheclip_rag.testing import SENTENCES
 
 LONG = " ".join(SENTENCES[number % 8] for number in range(20))
 TEXTS = [*CHUNKS, LONG, CHUNKS[0] + " It begins as another one does.", "One."]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cacheclip_lab.evaluation import certify as common
 from cacheclip_lab.evaluation.served import certify_vllm
+from cacheclip_testing import build_model
 from cacheclip_vllm.offline import FusedLLM
 from cacheclip_vllm.served import Served
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,6 @@ from vllm_engines import (
 
 from cacheclip_rag import CacheClipEngine, CertificateError, EngineConfig, UnsupportedModelError
 from cacheclip_rag.methods import preset
-from cacheclip_rag.testing import build_model
 
 INT8 = {
     "quant_method": "compressed-tensors",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
@@ -14,7 +15,6 @@ from pydantic import BaseModel
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.answering.turns import turns_of
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 serve_cases = pytest.importorskip("serve_cases", reason="cacheclip-serve is not installed")
 PROMPT = rag_prompt(CHUNKS)

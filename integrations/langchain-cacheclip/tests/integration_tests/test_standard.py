@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cacheclip_testing import FakeRuntime, fake_of
+from cacheclip_testing.plugin import CHUNKS
 from langchain_cacheclip import CacheClipVectorStore, ChatCacheClip
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
@@ -20,8 +22,6 @@ from langchain_tests.integration_tests import (
 )
 
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import FakeRuntime, fake_of
-from cacheclip_rag.testing.plugin import CHUNKS
 
 
 class Told(FakeRuntime):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import join_workers
+from cacheclip_testing import Latch, fake_models, fake_of, messages_of
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
 from langchain_cases import RAG_PROMPT, Recorder, WordRetriever
 from langchain_classic.chains import create_retrieval_chain
@@ -34,7 +35,6 @@ from langchain_core.runnables import ConfigurableField, Runnable
 
 from cacheclip_rag import ConfigurationError, PromptTooLongError, __version__
 from cacheclip_rag.runtime import Message
-from cacheclip_rag.testing import Latch, fake_models, fake_of, messages_of
 
 PROMPT = "Where did the keeper live?"
 

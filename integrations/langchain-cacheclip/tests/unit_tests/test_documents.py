@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import Questions
+from cacheclip_testing import fake_models
 from langchain_cacheclip import (
     CacheClipDocumentTransformer,
     CacheClipLLM,
@@ -37,7 +38,6 @@ from langchain_core.runnables.utils import add
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.testing import fake_models
 
 
 @pytest.fixture

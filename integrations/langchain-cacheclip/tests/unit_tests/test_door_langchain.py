@@ -7,8 +7,7 @@ from pathlib import Path
 import langchain_cacheclip
 import pytest
 from adapter_cases import run_readme
-
-from cacheclip_rag.testing import names_outside_the_door
+from cacheclip_testing import names_outside_the_door
 
 EXPECTED_ALL = [
     "CacheClipDocumentStore",

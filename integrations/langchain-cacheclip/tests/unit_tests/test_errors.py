@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from adapter_cases import FEW, OTHERS, OURS, in_loop, raised
+from cacheclip_testing import fake_models, fake_of
 from langchain_cacheclip import CacheClipLLM as TextCacheClip, ChatCacheClip
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.prebuilt import ToolNode
-
-from cacheclip_rag.testing import fake_models, fake_of
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from adapter_cases import exit_code_of, join_workers
+from cacheclip_testing import FakeRuntime, Latch, fake_models, fake_of
+from cacheclip_testing.plugin import CHUNKS
 from langchain_cacheclip import (
     CacheClipDocumentStore,
     CacheClipDocumentTransformer,
@@ -36,8 +38,6 @@ from langchain_text_splitters import CharacterTextSplitter
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import FakeRuntime, Latch, fake_models, fake_of
-from cacheclip_rag.testing.plugin import CHUNKS
 
 TOO_LONG = "word " * 5000
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.adapters import ServedFields
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import load_model
-from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 
 KINDS: list[Any] = [ChatCacheClip, CacheClipLLM]
 PROMPT = "Where did the keeper live?"

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_models
 from langchain_cacheclip import ChatCacheClip
 from langchain_tests.unit_tests import ChatModelUnitTests
-
-from cacheclip_rag.testing import fake_models
 
 
 class TestChatCacheClip(ChatModelUnitTests):

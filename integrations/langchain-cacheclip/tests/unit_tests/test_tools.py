@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_testing import fake_models, fake_of
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
@@ -14,7 +15,6 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 
 from cacheclip_rag import ConfigurationError, ModelError
-from cacheclip_rag.testing import fake_models, fake_of
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fenêtre"}}\n</tool_call>'
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ..base.python import python_command, python_environment
+from cacheclip_rag.plugins import python_command, python_environment
 
 if TYPE_CHECKING:
     import pytest
@@ -31,7 +31,7 @@ class CommandRun:
 
 def run_command(patch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str], *arguments: object) -> CommandRun:
     """Run a command in this process."""
-    from ..cli import main
+    from cacheclip_rag.plugins import main
 
     patch.setattr(sys, "argv", ["cacheclip", *map(str, arguments)])
     code: object = 0

@@ -1,4 +1,4 @@
-"""Which names a distribution takes from this package, and which of them stand in modules that are not public."""
+"""Which names a distribution takes from cacheclip-rag, and which of them stand in modules that are not public."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 PACKAGE = "cacheclip_rag"
 PUBLIC = (
     "",
-    *"adapters guards measuring methods models planning plugins runtime selection store testing testing.plugin".split(),
+    *"adapters guards measuring methods models planning plugins runtime selection store".split(),
 )
 """Modules of the package that others may import; the package itself is the empty name."""
 
 
 def names_taken(folder: Path) -> set[str]:
-    """What the modules of a folder take from this package, as ``room.module.name``: by imports at import time, in
+    """What the modules of a folder take from the core, as ``room.module.name``: by imports at import time, in
     functions and for type checkers, and as attributes of modules. A module that is imported whole stands as itself."""
     files = list(folder.rglob("*.py"))
     if not files:

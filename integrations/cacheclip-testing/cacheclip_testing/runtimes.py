@@ -17,12 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..base.clock import PhaseClock
-from ..base.sampling import SamplingParams
-from ..config import EngineConfig
-from ..engine import CacheClipEngine
-from ..models.load import register_runtime, unload_models
-from ..runtime.base import Runtime
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.models import register_runtime, unload_models
+from cacheclip_rag.runtime import PhaseClock, Runtime
 
 _CHUNKS = (
     "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",

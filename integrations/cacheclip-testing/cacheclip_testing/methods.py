@@ -20,13 +20,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ..answering.prefill import Prefilled
-from ..engine import CacheClipEngine
-from ..methods import preset
-from ..methods.base import Method
-from ..methods.settings import describe, vary
-from ..runtime.transformers.attention_pattern import RowFilter
-from ..selection.views import CacheView, PromptView
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.measuring import Prefilled
+from cacheclip_rag.methods import Method, describe, preset, vary
+from cacheclip_rag.runtime import RowFilter
+from cacheclip_rag.selection import CacheView, PromptView
+
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
 EXACT = 1e-4

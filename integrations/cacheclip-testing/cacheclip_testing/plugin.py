@@ -1,6 +1,6 @@
 """A plug-in for pytest: tiny models, an engine on them, and texts, for tests of other distributions.
 
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
+pytest_plugins = ["cacheclip_testing.plugin"]
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture
 def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
     """An engine on the tiny llama with a disk store of its own."""
-    from ..engine import CacheClipEngine
+    from cacheclip_rag import CacheClipEngine
 
     models: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
     return CacheClipEngine(**models, **CACHECLIP, store=str(tmp_path / "store"))

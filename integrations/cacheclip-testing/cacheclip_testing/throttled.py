@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..store.backend import Backend, Sink
+from cacheclip_rag.store import Backend, Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -1,14 +1,12 @@
-"""Conformance suites that third parties inherit to test their own parts, and tiny models for tests.
-
-The suites and the plug-in need pytest; the rest, such as :class:`FakeRuntime`, does not.
-"""
+"""Conformance suites that others inherit to test their own parts; tiny models and a fake model for tests."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from ..base.late import late_names
+import pytest
+
+from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
     from .backends import (
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     )
 
 
-if pytest := sys.modules.get("pytest"):  # it is told before the suites are imported
-    pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("backends", "methods", "runtimes")))
+# before the suites are imported
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("backends", "methods", "runtimes")))
 
 __getattr__, __all__ = late_names(
     __name__,

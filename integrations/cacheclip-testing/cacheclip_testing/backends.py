@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from ..store.backend import Backend, Sink
+from cacheclip_rag.store import Backend, Sink
 
 
 def sample_key(number: int) -> str:

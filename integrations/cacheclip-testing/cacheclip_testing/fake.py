@@ -27,17 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.errors import ConfigurationError
-from ..fusion.answer import Fused
-from ..runtime.base import Runtime, TokenizedText
-from ..runtime.transformers.text import check_encodable
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import Fused
+from cacheclip_rag.runtime import Runtime, TokenizedText, check_encodable
 
 if TYPE_CHECKING:
-    from ..base.clock import PhaseClock
-    from ..engine import CacheClipEngine
-    from ..plan.plan import KVSources, Plan
-    from ..prompt.layout import Span
-    from ..runtime.base import Message
+    from cacheclip_rag import CacheClipEngine, Plan
+    from cacheclip_rag.measuring import KVSources
+    from cacheclip_rag.plugins import Span
+    from cacheclip_rag.runtime import Message, PhaseClock
 
 _numbers = itertools.count()
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
@@ -228,7 +226,7 @@ class FakeRuntime(Runtime):
 
 def fake_models() -> dict[str, Any]:
     """Settings ``primary`` and ``auxiliary`` of two fake models that nobody else has."""
-    from ..models.load import register_runtime
+    from cacheclip_rag.models import register_runtime
 
     register_runtime("fake", FakeRuntime)
     number = next(_numbers)
