@@ -2,8 +2,8 @@
 
     python benchmarks/edits.py --dataset 2wikimqa.jsonl.gz --half dev --limit 50 --log FILE
 
-Of each question, six of its passages stand in a prompt as messages, the question last. An earlier prompt differs in one
-edit, and was answered by plain prefill:
+Passages of each question, and of other questions up to ``--passages``, stand in a prompt as messages, the question
+last. An earlier prompt differs in one edit, and was answered by plain prefill:
 
     header      another checksum in the first line
     deleted     a passage stood after the first one, which is gone
@@ -32,7 +32,6 @@ from resumed import ask_each, spread
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.measuring import kl_divergence, processor_name
 
-PASSAGES = 6
 ANSWER = SamplingParams(max_tokens=24)
 Chat = list[dict[str, Any]]
 
@@ -49,11 +48,14 @@ def chat(header: str, passages: Sequence[str], question: str) -> Chat:
     return [*messages, {"role": "user", "content": question}]
 
 
-def edits(record: Record, other: Record) -> dict[str, tuple[Chat, Chat]]:
-    """The earlier prompt and the one that is asked, by edit."""
+def edits(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, Chat]]:
+    """The earlier prompt and the one that is asked, by edit, for the first record."""
+    record = records[0]
     words = set(record.question.lower().split())
-    texts = sorted({chunk.text for chunk in record.chunks}, key=lambda text: -len(words & set(text.lower().split())))
-    passages, foreign = sorted(texts[:PASSAGES]), other.chunks[0].text
+    own = sorted({chunk.text for chunk in record.chunks}, key=lambda text: -len(words & set(text.lower().split())))
+    others = [chunk.text for each in records[1:] for chunk in each.chunks]
+    *texts, foreign = [*dict.fromkeys([*own, *others])][: count + 1]
+    passages = sorted(texts)
     summary = "\n".join(text[:80] for text in passages[:3])
 
     def asked(texts: Sequence[str], header: str = "07c2e") -> Chat:
@@ -119,6 +121,7 @@ def main() -> None:
     parser.add_argument("--dataset", required=True, help="files, comma-separated")
     parser.add_argument("--half", choices=("dev", "test"), default=None)
     parser.add_argument("--limit", type=int, default=50, help="questions")
+    parser.add_argument("--passages", type=int, default=20, help="in each prompt")
     parser.add_argument("--log", type=Path, required=True, help="one JSON object a line; read again at start")
     args = parser.parse_args()
     engine = CacheClipEngine(
@@ -130,12 +133,12 @@ def main() -> None:
         moved="on",
         prefix_cache_bytes=2**30,
     )
-    records = spread(args.dataset, half=args.half, limit=args.limit, least_chunks=PASSAGES)
+    records = spread(args.dataset, half=args.half, limit=args.limit)
     names = [*records]
-    after = dict(zip(names, [*names[1:], names[0]], strict=True))
 
     def asked(name: str) -> dict[str, Any]:
-        pairs = edits(records[name], records[after[name]])
+        at = names.index(name)
+        pairs = edits([records[each] for each in [*names[at:], *names[:at]]], args.passages)
         return {"id": name, "edits": {edit: measured(engine, *pair) for edit, pair in pairs.items()}}
 
     items = ask_each(args.log, {name: name for name in names}, asked)

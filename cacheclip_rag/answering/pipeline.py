@@ -20,7 +20,6 @@ from ..base.errors import ConfigurationError
 from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
-from ..methods.base import Method
 from ..plan.plan import Plan, least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
@@ -31,7 +30,7 @@ from .parts import Parts
 from .prefill import Prefilled, Prefilling
 from .text import read_calls
 from .turns import turns_of
-from .verification import Gate, Verification
+from .verification import CALL_CONFIDENCE, Gate, Verification
 from .writer import ChunkWriter
 
 
@@ -88,12 +87,12 @@ class Answering:
             with turns.prompt():  # until the first token is there, whether or not its text waits
                 with waiting_at_most(ANSWER_WAIT_S):
                     plan, prefilled = self._plan_and_prefill(prompt, self.observers)
-                verification = _verification(prompt, plan.method, prefilled)
+                verification = _verification(prompt, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
                     verification
                     if verification is None or options.finishes
-                    else Gate(verification, plan.method.min_confidence)
+                    else Gate(verification, prefilled.min_confidence, plan.method.min_confidence)
                 )
                 logits, missing = prefilled.logits, prefilled.missing
                 shares = kv_sources.shares_prefixes(plan.method, plan.layout)
@@ -157,7 +156,9 @@ class Answering:
         options, prompt = request.options, request.prompt
         kv_sources = self.parts.kv_sources(request.method)
         generation, room = kv_sources.prompt_cache.generation, room_for(options.params)
-        prefilling = Prefilling(kv_sources, PhaseClock(), generation, room, options.trace)
+        has_calls = bool(options.tools or options.params.json_schema) and self.parts.config.min_confidence is None
+        least = CALL_CONFIDENCE if has_calls else 0.0
+        prefilling = Prefilling(kv_sources, PhaseClock(), generation, room, options.trace, least)
         with prefilling.clock.phase("lookup"):
             documents, segments = given_texts(options.documents), as_segments(prompt)
             if segments is None:
@@ -196,12 +197,12 @@ class Answering:
         return plan, replace(prefilled, stats=replace(prefilled.stats, queued_s=queued_s))
 
 
-def _verification(prompt: _PromptSegments, method: Method, prefilled: Prefilled) -> Verification | None:
+def _verification(prompt: _PromptSegments, prefilled: Prefilled) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
     kv_sources, options, layout = prompt.prefilling.kv_sources, prompt.request.options, prefilled.layout
     runtime = kv_sources.primary.runtime
-    asked = options.finishes or method.min_confidence > 0
+    asked = options.finishes or prefilled.min_confidence > 0
     if not asked or not runtime.can_extend or prefilled.is_exact:
         return None
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes

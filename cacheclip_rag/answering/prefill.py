@@ -68,6 +68,8 @@ class Prefilled:
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
+    min_confidence: float = 0.0
+    """Below it, a token is chosen from exact KV."""
 
     def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Keep the KV of prompt and answer for later prompts. The answer's last token has no KV in ``cache``."""
@@ -95,6 +97,8 @@ class Prefilling:
     """For which there is room after the prompt."""
     trace: bool = False
     """Whether it is recorded which tokens were computed again."""
+    moved_confidence: float = 0.0
+    """Least confidence of the first token where KV is moved, if it is more than the method's."""
 
     def run(self, plan: Plan) -> Prefilled:
         """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
@@ -111,7 +115,7 @@ class Prefilling:
             why = f"no chunk of {len(plan.layout.chunks)} could be read, and no KV of earlier prompts"
             return self._plain(replace(plan.reusing(()), fallback=why))
         prefilled = self._fused(fused)
-        sure, least = prefilled.stats.confidence, plan.method.min_confidence
+        sure, least = prefilled.stats.confidence, prefilled.min_confidence
         assert sure is not None, "every prefill has a confidence"
         if prefilled.is_exact or sure >= least:
             return prefilled
@@ -162,8 +166,18 @@ class Prefilling:
         if self.trace:
             chunks = tuple((span.start, span.stop) for span in plan.reused)
             seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
+        least = max(plan.method.min_confidence, self.moved_confidence if stats.moved_tokens else 0.0)
         return Prefilled(
-            plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, seen, is_exact
+            plan.layout,
+            fused.state,
+            fused.logits,
+            stats,
+            plan.missing_texts,
+            keeping,
+            continuing,
+            seen,
+            is_exact,
+            least,
         )
 
     def _plain(self, plan: Plan) -> Prefilled:

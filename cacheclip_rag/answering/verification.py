@@ -34,6 +34,10 @@ _BLOCK_ROWS_OF_ACCELERATORS = 256
 """The same for device types not listed: accelerators compute hundreds of rows while they read the weights."""
 _LARGE_BLOCK_ROWS = 1024
 """Prompt tokens in one pass when nothing waits for the next token. Limits the memory for activations."""
+CALL_CONFIDENCE = 0.2
+"""Least confidence of the first :data:`_CALL_TOKENS` tokens of an answer from moved KV that may call a tool or keeps to
+a schema, unless ``min_confidence`` is set: they decide between a call and text, and which tool."""
+_CALL_TOKENS = 16
 _ANSWER_BLOCK_ROWS = 64
 """Answer tokens in one pass. Each row has logits over the whole vocabulary, in a large one 600 kB."""
 
@@ -180,12 +184,16 @@ class Gate(Beside):
 
     exact: Verification
     """Completes the exact KV, and was not used before."""
+    first_confidence: float
+    """That of the first :data:`_CALL_TOKENS` tokens."""
     min_confidence: float
+    """That of later ones."""
     asks_before: bool = True
     _completed_at: int | None = None
 
     def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
-        if confidence(allowed) >= self.min_confidence:
+        least = self.first_confidence if len(answer) < _CALL_TOKENS else self.min_confidence
+        if confidence(allowed) >= least:
             return None
         self.asks_before = False
         found = self.exact.complete(answer)

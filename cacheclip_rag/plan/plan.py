@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..finding.common_parts import standing_in
 from ..methods.base import Method
-from ..prompt.known_kv import KnownKV, known_kv
+from ..prompt.known_kv import LEAST_END, KnownKV, known_kv
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment
 from ..runtime.base import KVRun, KVSource
@@ -64,7 +64,12 @@ class KVSources:
         ids = layout.token_ids[:-1] if self.shares_prefixes(method, layout) else ()
         if not continued:
             return self.prompt_cache.match(ids)
-        return self.prompt_cache.match(ids, method, moves=moves and takes_moved(method), first=layout.num_prefix)
+        movable = (
+            range(layout.num_prefix, max(layout.num_tokens - LEAST_END, 0))
+            if moves and takes_moved(method)
+            else range(0)
+        )
+        return self.prompt_cache.match(ids, method, moves=movable)
 
 
 ROWS_FOR_EXACT_KV = 64

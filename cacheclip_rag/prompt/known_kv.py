@@ -23,6 +23,10 @@ later questions F1 minus a fresh plan's is -0.11 at 0, -0.00 [-0.05, +0.04] at 0
 MOST_BORDER = 8
 """First tokens of a run of moved KV that are computed, because they have seen other text most of all."""
 
+LEAST_END = 64
+"""Last tokens of a prompt that are never moved: most often the question. In the earlier prompt it has not read what was
+edited."""
+
 _Array = np.ndarray[Any, Any]
 
 

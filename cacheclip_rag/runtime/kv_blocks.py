@@ -20,8 +20,9 @@ SIZE = 16
 """Tokens of which a fingerprint is the hash."""
 LEAST_RUN = 32
 """Two equal runs of so many tokens, or more, have a fingerprint in common. Shorter ones are not moved."""
-LEAST_PAST = 0.5
-"""Share of the tokens before a token in its earlier prompt that must stand before it now, too: else it is computed."""
+LEAST_PAST = 0.8
+"""Share of the tokens before a token, in its earlier prompt or now where they are more, that must stand before it in
+both: else it is computed."""
 _MOST_SOURCES = 8
 """Places of one fingerprint that are looked at, the latest ones. Boilerplate stands in every prompt."""
 _WINDOW = LEAST_RUN - SIZE + 1
@@ -128,7 +129,7 @@ class EqualRun:
     at: int
     """Where it starts in the earlier prompt."""
     past: float = 0.0
-    """Share of the tokens before it in the earlier prompt that stand before it now."""
+    """Share of the tokens before it, in the earlier prompt or now, that stand before it in both."""
 
     @classmethod
     def around(cls, tokens: Array, place: int, block: KVBlock, source: int, least: int) -> EqualRun | None:
@@ -162,7 +163,7 @@ class EqualRun:
         return self.stop - self.start, self.blocks[-1].method is None
 
     def after_lost_past(self, now: dict[int, int]) -> EqualRun | None:
-        """The part of the run before whose tokens :data:`LEAST_PAST` of their past stands now, too; None if it is
+        """The part of the run whose tokens have :data:`LEAST_PAST` of their past in both prompts; None if it is
         short. ``now``: where fingerprints first stand in the prompt."""
         total = kept = 0
         for block in self.blocks[0].path():
@@ -170,13 +171,14 @@ class EqualRun:
                 if place + SIZE <= self.at:
                     total += 1
                     kept += now.get(value, self.start) + SIZE <= self.start
-        past = kept / total if total else 0.0
-        lost = max(0, math.ceil(self.at * (LEAST_PAST - past) / (1 - LEAST_PAST)))
+        before, same = max(self.at, self.start), self.at * kept / total if total else 0.0
+        lost = max(0, math.ceil((LEAST_PAST * before - same) / (1 - LEAST_PAST)))
         if self.stop - self.start - lost < LEAST_RUN:
             return None
         at = self.at + lost
         blocks = [block for block in self.blocks if block.stop > at]
-        return EqualRun(blocks, self.start + lost, self.stop, at, (past * self.at + lost) / at if at else 1.0)
+        past = (same + lost) / (before + lost) if before + lost else 1.0
+        return EqualRun(blocks, self.start + lost, self.stop, at, past)
 
     def as_part(self) -> KVPart:
         return part_of_prompt(KVSource.MOVED, self.blocks, self.start, self.at, self.stop, self.past)

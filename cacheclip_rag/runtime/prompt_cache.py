@@ -99,13 +99,13 @@ class PromptCache:
         self._lock, self._sharing = other._lock, other._sharing
         self._sharing.append(self)
 
-    def match(self, ids: Sequence[int], method: object = None, *, moves: bool = False, first: int = 0) -> KVMatch:
+    def match(self, ids: Sequence[int], method: object = None, *, moves: range = range(0)) -> KVMatch:
         """The KV of ``ids`` that earlier prompts left. Use it in a ``with`` block, or release it. A caller that needs
         logits leaves out the last token, which must be computed.
 
         Args:
             method: continued KV of this method is found, too; None: exact KV only.
-            moves: with moved KV, of tokens from ``first`` on.
+            moves: tokens whose KV may be moved KV.
         """
         tokens = np.asarray(ids, np.int64)
         with self._lock:
@@ -117,7 +117,8 @@ class PromptCache:
                 if stop > end_of(exact):
                     parts.append(part_of_prompt(KVSource.CONTINUED, blocks, end_of(exact), end_of(exact), stop))
                     ends.append(blocks[-1])
-            for run in self._places.runs(tokens, max(first, parts[-1].run.stop if parts else 0)) if moves else ():
+            first = max(moves.start, parts[-1].run.stop if parts else 0)
+            for run in self._places.runs(tokens[: moves.stop], first):
                 parts.append(run.as_part())
                 ends.append(run.blocks[-1])
             held = [block for end in ends for block in end.path()]

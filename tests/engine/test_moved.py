@@ -13,12 +13,13 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.presets import PRESETS
-from cacheclip_rag.prompt.known_kv import MOST_BORDER
+from cacheclip_rag.prompt.known_kv import LEAST_END, MOST_BORDER
 from cacheclip_rag.runtime.base import KVSource
 from cacheclip_rag.runtime.kv_blocks import LEAST_PAST
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits
+from tests.prompt.test_tools import SEARCH
 
 Make = Callable[..., CacheClipEngine]
 
@@ -31,7 +32,7 @@ def make(make: Make) -> Make:
 @pytest.fixture
 def passages() -> list[str]:
     generator = random.Random(5)
-    return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(6)]
+    return [" ".join(generator.sample(SENTENCES, 3)) for _ in range(16)]
 
 
 def chat(header: str, passages: list[str], question: str = "What is the magic number?") -> str:
@@ -69,7 +70,7 @@ def reference(engine: CacheClipEngine, old: str, new: str, *, wrong_by: int = 0)
 EDITS: dict[str, Callable[[list[str]], tuple[str, str]]] = {
     "header": lambda p: (chat("Checksum a91f3.", p), chat("Checksum 07c2e, longer.", p)),
     "deleted": lambda p: (chat("Hello.", p), chat("Hello.", [p[0], *p[2:]])),
-    "replaced": lambda p: (chat("Hello.", p[:5]), chat("Hello.", [p[0], p[5], *p[2:5]])),
+    "replaced": lambda p: (chat("Hello.", p[:-1]), chat("Hello.", [p[0], p[-1], *p[2:-1]])),
     "inserted": lambda p: (chat("Hello.", p[1:]), chat("Hello.", p)),
 }
 
@@ -99,7 +100,8 @@ class TestWhenItIsTaken:
         check_sums(answer)
         stats = answer.stats
         assert (stats.method, stats.fallback, stats.hits, stats.continued_turns) == ("cacheclip", None, 0, 0)
-        assert stats.moved_tokens > stats.prompt_tokens / 2 and stats.moved_past == 1.0
+        assert stats.moved_tokens > stats.prompt_tokens / 2
+        assert stats.moved_past is not None and LEAST_PAST <= stats.moved_past < 1.0, "a passage is new"
         assert stats.reused_tokens == stats.cached_prefix_tokens + stats.moved_tokens
         values = engine.metrics.snapshot()
         assert values['prompt_tokens_total{source="moved"}'] == stats.moved_tokens
@@ -125,6 +127,18 @@ class TestWhenItIsTaken:
         assert answer.stats.moved_tokens == 0
         assert answer.token_ids == make(on_miss="ignore").generate(prompt, SHORT, method="full").token_ids
 
+    @pytest.mark.parametrize("edit", EDITS)
+    def test_the_end_of_a_prompt_is_computed(self, make: Make, passages: list[str], edit: str) -> None:
+        """Earlier prompts end with the same question, and it has not read the edit."""
+        engine = make(on_miss="ignore")
+        old, new = EDITS[edit](passages)
+        engine.generate(old, SHORT)
+        stats = engine.generate(new, SHORT).stats
+        assert stats.moved_tokens and stats.fresh_tokens >= LEAST_END
+        layout = engine.plan(new).layout
+        with engine.prefixes.match(layout.token_ids, engine.make_method(), moves=range(10**6)) as match:
+            assert match.runs[-1].stop > layout.num_tokens - LEAST_END, "earlier prompts have the end"
+
     def test_not_where_a_certificate_is_required(self, make: Make, passages: list[str]) -> None:
         engine = make(on_miss="ignore", require_certificate=True)
         for prompt in EDITS["inserted"](passages):
@@ -136,11 +150,11 @@ class TestWhenItIsTaken:
         engine.generate(old, SHORT)
         layout, method = engine.plan(new).layout, engine.make_method()
         ids = [*layout.token_ids]
-        with engine.prefixes.match(ids, method, moves=True) as match:
+        with engine.prefixes.match(ids, method, moves=range(10**6)) as match:
             (whole,) = (run for run in match.runs if run.source == KVSource.MOVED)
         middle = (whole.start + whole.stop) // 2
         ids[middle] += 1
-        with engine.prefixes.match(ids, method, moves=True) as match:
+        with engine.prefixes.match(ids, method, moves=range(10**6)) as match:
             runs = [(run.start, run.stop) for run in match.runs if run.source == KVSource.MOVED]
         assert runs == [(whole.start, middle), (middle + 1, whole.stop)]
 
@@ -159,7 +173,7 @@ class TestWhenItIsTaken:
         """Of a chat whose system message changes."""
         engine = make(on_miss="ignore", min_confidence=0.0)
         long = SamplingParams(max_tokens=64)
-        user = {"role": "user", "content": chat("Hello.", passages)}
+        user = {"role": "user", "content": chat("Hello.", passages[:9])}
 
         def turn(time: str, *later: dict[str, str]) -> list[dict[str, str]]:
             return [{"role": "system", "content": f"It is {time}."}, user, *later]
@@ -168,7 +182,7 @@ class TestWhenItIsTaken:
         said = [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And then?"}]
         ids = engine.plan(turn("a quarter past one", *said)).layout.token_ids
         begin = engine.plan(turn("a quarter past one")).layout.num_tokens
-        with engine.prefixes.match(ids, engine.make_method(), moves=True) as match:
+        with engine.prefixes.match(ids, engine.make_method(), moves=range(10**6)) as match:
             assert match.runs[-1].stop > begin
 
     def test_stored_chunks_are_not_read_where_moved_kv_has_them(self, make: Make, passages: list[str]) -> None:
@@ -179,7 +193,7 @@ class TestWhenItIsTaken:
         stats = engine.generate(new, SHORT).stats
         fresh = make(min_confidence=0.0)
         fresh.precompute(passages)
-        assert stats.hits == 6 and stats.moved_tokens > stats.prompt_tokens / 2
+        assert stats.hits == len(passages) and stats.moved_tokens > stats.prompt_tokens / 2
         assert stats.recomputed_tokens < fresh.generate(new, SHORT).stats.recomputed_tokens
 
     def test_the_gate_holds_for_it(self, make: Make, passages: list[str]) -> None:
@@ -189,6 +203,27 @@ class TestWhenItIsTaken:
         answer = engine.generate(new, SHORT)
         assert answer.stats.gated and answer.stats.moved_tokens == 0
         assert answer.token_ids == engine.generate(new, SHORT, method="full").token_ids
+
+    @pytest.mark.parametrize("settings", [{}, {"min_confidence": 0.0}], ids=str)
+    def test_calls_and_structured_answers_are_gated(
+        self, monkeypatch: pytest.MonkeyPatch, tool_model: str, passages: list[str], settings: dict[str, Any]
+    ) -> None:
+        """Unless no gate is asked for. An answer in words is not."""
+        monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 1.0)
+        engine = CacheClipEngine(
+            primary=tool_model, auxiliary=None, method="direct", moved="on", store=None, **settings
+        )
+        old, new = EDITS["inserted"](passages)
+        as_json = SamplingParams(max_tokens=8, json_schema={"type": "array", "items": {"type": "string"}})
+        for params, options in ((SHORT, {"tools": [SEARCH]}), (as_json, {}), (SHORT, {})):
+            engine.prefixes.clear()
+            engine.generate(old, SHORT, **options)
+            answer = engine.generate(new, params, **options)
+            is_gated = not settings and bool(options or params is as_json)
+            assert (answer.stats.gated, answer.stats.moved_tokens == 0) == (is_gated, is_gated)
+            if is_gated:
+                engine.prefixes.clear()
+                assert answer.token_ids == engine.generate(new, params, method="full", **options).token_ids
 
 
 class TestWhereItNeverGoes:

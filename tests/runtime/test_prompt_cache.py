@@ -59,7 +59,7 @@ def holding(*prompts: Sequence[int], max_bytes: int = 10**6) -> PromptCache:
 def check(cache: PromptCache, ids: Sequence[int]) -> int:
     """Runs are in order and apart, their KV is that of the same tokens where they stood, and enough of what preceded
     them there precedes them. Returns the number of tokens that are found."""
-    with cache.match(ids, "any method", moves=True) as match:
+    with cache.match(ids, "any method", moves=range(10**6)) as match:
         state, end = Kept([-1] * len(ids)), 0
         match.write_to(state)
         for run in match.runs:
@@ -77,40 +77,41 @@ class TestRuns:
     @pytest.mark.parametrize("shift", [1, 7, 16, 33])
     def test_behind_an_insertion(self, shift: int) -> None:
         """All but the end, whose block is not whole."""
-        old = tokens(400, 1)
-        new = [*old[:100], *tokens(shift, 2), *old[100:]]
+        old = tokens(800, 1)
+        new = [*old[:500], *tokens(shift, 2), *old[500:]]
         cache = holding(old)
-        with cache.match(new, "any method", moves=True) as match:
-            assert match.num_tokens == 96
-            assert moved(match) == [(100 + shift, 400 + shift, 100)]
+        with cache.match(new, "any method", moves=range(10**6)) as match:
+            assert match.num_tokens == 496
+            assert moved(match) == [(500 + shift, 800 + shift, 500)]
         check(cache, new)
 
     def test_behind_a_deletion_and_a_replacement(self) -> None:
-        old = tokens(400, 1)
-        new = [*old[:100], *old[140:300], *tokens(20, 3), *old[320:]]
-        with holding(old).match(new, "any method", moves=True) as match:
-            assert moved(match) == [(100, 260, 140), (280, 360, 320)]
+        old = tokens(800, 1)
+        new = [*old[:400], *old[440:600], *tokens(20, 3), *old[620:]]
+        with holding(old).match(new, "any method", moves=range(10**6)) as match:
+            assert moved(match) == [(400, 560, 440), (580, 760, 620)]
 
     def test_of_several_prompts_the_longest(self) -> None:
-        first, second = tokens(200, 1), tokens(300, 2)
-        cache = holding([*tokens(32, 9), *first[:80], *tokens(32, 8)], [*tokens(48, 7), *first[:160]], second)
-        new = [*tokens(10, 5), *first, *second]
-        with cache.match(new, "any method", moves=True) as match:
-            assert match.runs and moved(match)[-1][1] == len(new) - len(second) % BLOCK
-            assert any(stop - start > 80 for start, stop, _ in moved(match)[:1])
-        assert check(cache, new) >= 400
+        first, second = tokens(500, 1), tokens(300, 2)
+        cache = holding([*tokens(32, 9), *first[:200]], [*tokens(48, 7), *first[:400]], [*first, *second])
+        with cache.match([*tokens(10, 5), *first[:416]], "any method", moves=range(10**6)) as match:
+            assert moved(match)[-1][1] == 426
+        new = [*tokens(10, 5), *first[:400], *tokens(9, 4), *second]
+        with cache.match(new, "any method", moves=range(10**6)) as match:
+            assert [stop for _, stop, _ in moved(match)] == [410, len(new)]
+        assert check(cache, new) >= 500
 
     def test_in_what_was_computed_before_the_first_token_that_is_asked_for(self) -> None:
         old = tokens(200, 1)
         new = [*tokens(5, 2), *old]
-        with holding(old).match(new, "any method", moves=True, first=120) as match:
+        with holding(old).match(new, "any method", moves=range(120, 10**6)) as match:
             assert [start for start, _, _ in moved(match)] == [120]
 
     def test_in_many_prompts_of_one_text(self) -> None:
         """Boilerplate has as many sources as there are prompts; only some are looked at."""
         text = tokens(96, 1)
-        cache = holding(*([*tokens(20, seed), *text] for seed in range(100, 140)))
-        assert check(cache, [*tokens(30, 3), *text]) >= 64
+        cache = holding(*([*tokens(2, seed), *text] for seed in range(100, 140)))
+        assert check(cache, [*tokens(3, 3), *text]) >= 64
 
     @settings(max_examples=150, deadline=None)
     @given(seed=st.integers(0, 10**6), cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=6))
@@ -121,28 +122,35 @@ class TestRuns:
 
     @pytest.mark.parametrize("length", [LEAST_RUN - 1, LEAST_RUN])
     def test_the_shortest(self, length: int) -> None:
-        """Right behind the beginning, so that all of its past is left."""
-        old = tokens(200, 1)
+        """Near its place behind a long beginning, so that nearly all of its past is left."""
+        old = tokens(400, 1)
         cache = holding(old)
-        for begin in range(64, 96):
-            new = [*old[:64], *tokens(3, 4), *old[begin : begin + length], *tokens(9, 5)]
-            with cache.match(new, "any method", moves=True) as match:
+        for begin in range(256, 288):
+            new = [*old[:256], *tokens(3, 4), *old[begin : begin + length], *tokens(9, 5)]
+            with cache.match(new, "any method", moves=range(10**6)) as match:
                 assert bool(moved(match)) is (length == LEAST_RUN)
 
 
 class TestPast:
-    def test_what_has_lost_its_past_is_left_out(self) -> None:
-        """Until half of what precedes a token there precedes it here: itself."""
-        old = tokens(400, 1)
-        with holding(old).match([*tokens(9, 2), *old[100:]], "any method", moves=True) as match:
+    @pytest.mark.parametrize("is_deletion", [True, False])
+    def test_what_has_too_little_past_in_both_prompts_is_left_out(self, is_deletion: bool) -> None:
+        """Until enough of what precedes a token in one prompt precedes it in the other: tokens of the run itself."""
+        lost = 100
+        new = [*tokens(9, 2), *tokens(800, 1)]
+        old = [*tokens(lost + 9, 3), *new[9:]]
+        if not is_deletion:
+            old, new = new, old
+        with holding(old).match(new, "any method", moves=range(10**6)) as match:
             ((start, _, source_start),) = moved(match)
-        assert abs(source_start - 200) <= 16 and source_start - start == 100 - 9
+        assert abs(source_start - start) == lost
+        before = max(source_start, start)
+        assert abs((before - lost - 9) / before - LEAST_PAST) < 0.05
 
     def test_share_that_is_left(self) -> None:
         old = tokens(400, 1)
-        with holding(old).match([*old[:96], *old[144:]], "any method", moves=True) as match:
+        with holding(old).match([*old[:288], *old[320:]], "any method", moves=range(10**6)) as match:
             (run,) = (run for run in match.runs if run.source == KVSource.MOVED)
-        assert abs(run.past - 96 / 144) < 0.1
+        assert abs(run.past - 288 / 320) < 0.05
 
 
 class TestLimits:
@@ -150,7 +158,7 @@ class TestLimits:
         old = tokens(160, 1)
         cache = holding(old, max_bytes=160)
         new = [*tokens(5, 2), *old]
-        with cache.match(new, "any method", moves=True) as match:
+        with cache.match(new, "any method", moves=range(10**6)) as match:
             assert moved(match)
             other = tokens(160, 3)
             assert cache.insert(other, Kept(other)) == 0, "all blocks are held"
@@ -169,4 +177,4 @@ class TestLimits:
         old, seen = tokens(64, 1), list[int]()
         new, cache = [*tokens(3, 2), *old], PromptCache(10**6)
         cache.insert(old, Slow(old))
-        assert seen[0] == 0 and check(cache, new) == 64 and max(seen) <= 48
+        assert seen[0] == 0 and check(cache, new) > max(seen)
