@@ -33,17 +33,19 @@ from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine, PromptTooLongError, SamplingParams
 from cacheclip_rag.measuring import processor_name
-from cacheclip_rag.prompt.known_kv import known_kv
+from cacheclip_rag.runtime import KVSource
 
 ANSWER = SamplingParams(max_tokens=48)
+BORDER = 8
+"""First tokens of a moved run, which are computed."""
 SHIFTED_RUN = 256
 """Least tokens of a run that llama.cpp's server is asked to shift."""
 Messages = list[dict[str, Any]]
 WAYS = {
     "full": {"method": "full"},
     "prefix": {"method": "prefix"},
-    "moved": {"moved": "on"},
-    "moved, idle": {"moved": "on", "finish": "idle"},
+    "moved": {},
+    "moved, idle": {"finish": "idle"},
 }
 
 
@@ -113,13 +115,13 @@ def shares(engine: CacheClipEngine, requests: Iterable[Messages]) -> dict[str, i
         except PromptTooLongError:
             continue
         ids = plan.layout.token_ids
-        with engine.prefixes.match(ids[:-1], engine.make_method(), moves=range(10**6)) as match:
-            known = known_kv(plan.layout, runs=match.runs)
+        with engine.prefixes.match(ids[:-1], engine.make_method(), moves=range(len(ids) - 64)) as match:
+            runs = match.runs
         counts["requests"] += 1
         counts["tokens"] += len(ids)
         counts["prefix"] += engine.prefixes.known(ids[:-1])
         counts["shifted"] += shifted(before, ids)
-        counts["moved"] += len(ids) - known.computed_tokens(0.0)
+        counts["moved"] += sum(run.stop - run.start - BORDER * (run.source == KVSource.MOVED) for run in runs)
         engine.prefixes.insert(ids, NoKV(len(ids), engine.primary.new_cache(16).token_bytes))
         before = ids
     return counts

@@ -130,7 +130,6 @@ def main() -> None:
         dtype=args.dtype,
         on_miss="ignore",
         min_confidence=0.0,
-        moved="on",
         prefix_cache_bytes=2**30,
     )
     records = spread(args.dataset, half=args.half, limit=args.limit)

@@ -119,12 +119,12 @@ class EngineConfig:
     )
     """0 switches it off."""
     moved: str = _setting(
-        "off",
+        "on",
         "Whether KV that earlier prompts left is used for the same tokens at another position or behind other text: "
         "``on`` or ``off``.",
     )
-    """Such KV is approximate, also after the edit of one line, and a text that was deleted from a conversation has an
-    influence on what stood behind it."""
+    """Such KV is approximate, also after the edit of one line. With ``off``, a text that was deleted from a
+    conversation has no influence on what stood behind it."""
     on_miss: str = _setting(
         "store", "For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them."
     )

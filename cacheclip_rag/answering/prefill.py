@@ -167,17 +167,9 @@ class Prefilling:
             chunks = tuple((span.start, span.stop) for span in plan.reused)
             seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
         least = max(plan.method.min_confidence, self.moved_confidence if stats.moved_tokens else 0.0)
+        missing = plan.missing_texts
         return Prefilled(
-            plan.layout,
-            fused.state,
-            fused.logits,
-            stats,
-            plan.missing_texts,
-            keeping,
-            continuing,
-            seen,
-            is_exact,
-            least,
+            plan.layout, fused.state, fused.logits, stats, missing, keeping, continuing, seen, is_exact, least
         )
 
     def _plain(self, plan: Plan) -> Prefilled:

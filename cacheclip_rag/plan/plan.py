@@ -64,12 +64,8 @@ class KVSources:
         ids = layout.token_ids[:-1] if self.shares_prefixes(method, layout) else ()
         if not continued:
             return self.prompt_cache.match(ids)
-        movable = (
-            range(layout.num_prefix, max(layout.num_tokens - LEAST_END, 0))
-            if moves and takes_moved(method)
-            else range(0)
-        )
-        return self.prompt_cache.match(ids, method, moves=movable)
+        stop = max(layout.num_tokens - LEAST_END, 0) if moves and takes_moved(method) else 0
+        return self.prompt_cache.match(ids, method, moves=range(layout.num_prefix, stop))
 
 
 ROWS_FOR_EXACT_KV = 64

@@ -21,8 +21,9 @@ SIZE = 16
 LEAST_RUN = 32
 """Two equal runs of so many tokens, or more, have a fingerprint in common. Shorter ones are not moved."""
 LEAST_PAST = 0.8
-"""Share of the tokens before a token, in its earlier prompt or now where they are more, that must stand before it in
-both: else it is computed."""
+"""Share of the last :data:`_PAST` tokens before a token, in its earlier prompt or now where they are more, that must be
+among those in both: else it is computed."""
+_PAST = 1024
 _MOST_SOURCES = 8
 """Places of one fingerprint that are looked at, the latest ones. Boilerplate stands in every prompt."""
 _WINDOW = LEAST_RUN - SIZE + 1
@@ -165,20 +166,18 @@ class EqualRun:
     def after_lost_past(self, now: dict[int, int]) -> EqualRun | None:
         """The part of the run whose tokens have :data:`LEAST_PAST` of their past in both prompts; None if it is
         short. ``now``: where fingerprints first stand in the prompt."""
-        total = kept = 0
-        for block in self.blocks[0].path():
-            for value, place in block.hashes:
-                if place + SIZE <= self.at:
-                    total += 1
-                    kept += now.get(value, self.start) + SIZE <= self.start
-        before, same = max(self.at, self.start), self.at * kept / total if total else 0.0
-        lost = max(0, math.ceil((LEAST_PAST * before - same) / (1 - LEAST_PAST)))
+        first, first_now = max(0, self.at - _PAST), max(0, self.start - _PAST)
+        places = [each for block in self.blocks[0].path() if block.stop > first for each in block.hashes]
+        before = [value for value, place in places if first <= place <= self.at - SIZE]
+        both = [value for value in before if first_now <= now.get(value, self.start) <= self.start - SIZE]
+        past, same = min(max(self.at, self.start), _PAST), (self.at - first) * len(both) / max(len(before), 1)
+        lost = max(0, math.ceil(min((LEAST_PAST * past - same) / (1 - LEAST_PAST), LEAST_PAST * _PAST)))
         if self.stop - self.start - lost < LEAST_RUN:
             return None
         at = self.at + lost
         blocks = [block for block in self.blocks if block.stop > at]
-        past = (same + lost) / (before + lost) if before + lost else 1.0
-        return EqualRun(blocks, self.start + lost, self.stop, at, past)
+        share = min(1.0, (same + lost) / min(past + lost, _PAST)) if past + lost else 1.0
+        return EqualRun(blocks, self.start + lost, self.stop, at, share)
 
     def as_part(self) -> KVPart:
         return part_of_prompt(KVSource.MOVED, self.blocks, self.start, self.at, self.stop, self.past)

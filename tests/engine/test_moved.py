@@ -25,11 +25,6 @@ Make = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture
-def make(make: Make) -> Make:
-    return lambda **options: make(**{"moved": "on", **options})
-
-
-@pytest.fixture
 def passages() -> list[str]:
     generator = random.Random(5)
     return [" ".join(generator.sample(SENTENCES, 3)) for _ in range(16)]
@@ -210,9 +205,7 @@ class TestWhenItIsTaken:
     ) -> None:
         """Unless no gate is asked for. An answer in words is not."""
         monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 1.0)
-        engine = CacheClipEngine(
-            primary=tool_model, auxiliary=None, method="direct", moved="on", store=None, **settings
-        )
+        engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", store=None, **settings)
         old, new = EDITS["inserted"](passages)
         as_json = SamplingParams(max_tokens=8, json_schema={"type": "array", "items": {"type": "string"}})
         for params, options in ((SHORT, {"tools": [SEARCH]}), (as_json, {}), (SHORT, {})):

@@ -6,6 +6,7 @@ KV of a token is its id, its position and the number of its prompt.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -145,6 +146,22 @@ class TestPast:
         assert abs(source_start - start) == lost
         before = max(source_start, start)
         assert abs((before - lost - 9) / before - LEAST_PAST) < 0.05
+
+    def test_what_is_far_before_a_token_does_not_count(self) -> None:
+        """Behind a deletion of 3,000 tokens, few are computed; far behind an insertion, none."""
+        old = tokens(9000, 1)
+        with holding(old, max_bytes=10**5).match(old[3000:], "any method", moves=range(10**6)) as match:
+            assert len(match.runs) == 1 and 500 < match.runs[0].start <= 1024
+        with holding(old, max_bytes=10**5).match([7, *old], "any method", moves=range(3000, 10**6)) as match:
+            assert [(run.start, run.past) for run in match.runs] == [(3000, 1.0)]
+
+    def test_passages_in_another_order_behind_a_long_head(self) -> None:
+        """The head is not what they have read last."""
+        head, parts = tokens(4000, 1), [tokens(400, seed) for seed in range(2, 10)]
+        cache = holding([*head, *itertools.chain(*parts)], max_bytes=10**5)
+        new = [*head, *itertools.chain(*parts[:3:-1], *parts[3::-1])]
+        with cache.match(new, "any method", moves=range(10**6)) as match:
+            assert match.num_exact == 4000 and sum(stop - start for start, stop, _ in moved(match)) < 800
 
     def test_share_that_is_left(self) -> None:
         old = tokens(400, 1)

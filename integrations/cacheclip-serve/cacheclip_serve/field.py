@@ -48,7 +48,7 @@ class CacheClipField(BaseModel):
     finish: Annotated[str | None, _checked(partial(check_choice, "finish", allowed=FINISH_MODES))] = None
     """``none``, ``verify`` or ``revise``."""
     moved: Annotated[str | None, _checked(partial(check_choice, "moved", allowed=MOVED_MODES))] = None
-    """``on``: also KV of earlier prompts that stood at another position, or behind other text; or ``off``."""
+    """``off``: no KV of earlier prompts that stood at another position, or behind other text."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
     background: bool | None = None
