@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,26 +144,6 @@ def test_planners_know_how_vllm_runs_the_model(
     run(*models, "--", *flags)
     served = ServerSettings.of_environment(started["environment"]).served
     assert (served.device, served.quantization, served.kv_cache_dtype) == ("cpu", quantization, kv)
-
-
-def test_planners_know_what_the_checkpoint_makes_vllm_do(
-    started: dict[str, Any], models: list[str], tiny_models: dict[str, str], tmp_path: Path
-) -> None:
-    """A certificate is for what vLLM runs, whether an option or the checkpoint says it."""
-    folder = tmp_path / "quantised"
-    shutil.copytree(tiny_models["llama"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = run(*models, "--primary", str(folder))
-    assert isinstance(done.exception, Replaced), done.exception
-    found = ServerSettings.of_environment(started["environment"]).served
-    resolved = SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder), quantization="compressed-tensors"),
-        cache_config=SimpleNamespace(cache_dtype="fp8"),
-        device_config=SimpleNamespace(device_type="cpu"),
-    )
-    assert found.label == served.Served.of(resolved).label == f"vllm {found.version} on cpu, KV as fp8"
 
 
 def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[str]) -> None:

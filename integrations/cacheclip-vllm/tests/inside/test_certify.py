@@ -19,7 +19,6 @@ from vllm_engines import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, s
 
 from cacheclip_rag import CertificateError, ConfigurationError, EngineConfig
 from cacheclip_rag.guards import certificate as certificates
-from cacheclip_rag.methods import preset
 
 NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_token_total", "shadow_skipped_total")
 
@@ -156,19 +155,6 @@ class TestShadow:
         assert (checks, skipped) == (4, 0) and agreement == pytest.approx(sum(equal) / 16)
         assert other_first == sum(n == 0 for n in equal)
 
-    def test_what_is_not_compared(self, engine: FusedLLM, settings: Any) -> None:
-        from vllm import SamplingParams
-
-        setting: Setting = settings()
-        fused = self.fused(engine, setting, shadow_rate=1.0)
-        outputs(fused, PROMPTS, "full")
-        sampled = SamplingParams(temperature=0.7, max_tokens=4, seed=1)
-        fused.generate(PROMPTS[:1], sampled, method="direct", use_tqdm=False)
-        assert self.counted(fused) == [0, 0, 0, 0]
-        fused = self.fused(engine, setting)
-        outputs(fused, PROMPTS, "direct")
-        assert self.counted(fused) == [0, 0, 0, 0], "no rate"
-
     def test_a_comparison_that_fails(self, engine: FusedLLM, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         setting: Setting = settings()
         fused = self.fused(engine, setting, shadow_rate=1.0)
@@ -183,9 +169,3 @@ class TestShadow:
         monkeypatch.setattr(fused.llm, "generate", once)
         assert outcomes(outputs(fused, PROMPTS, "direct")) == ["fused"] * 4
         assert self.counted(fused) == [0, 0, 0, 4]
-
-    def test_a_share(self, engine: FusedLLM, settings: Any) -> None:
-        fused = self.fused(engine, settings(), shadow_rate=0.5)
-        for _ in range(4):
-            outputs(fused, PROMPTS, preset("direct"), tokens=2)
-        assert 0 < self.counted(fused)[0] < 16

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cacheclip_ingest.embedding import Embedder, Vectors
-from cacheclip_ingest.job import ingest
-from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.splitting import Splitter
 from cacheclip_testing import SENTENCES
-from cacheclip_vllm import captures
 from cacheclip_vllm.offline import FusedLLM
 from vllm_engines import (
     CHUNKS,
@@ -31,7 +28,7 @@ from vllm_engines import (
     started,
 )
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, EncodingError
+from cacheclip_rag import CacheClipEngine, EncodingError
 
 LONG = " ".join(SENTENCES[number % 8] for number in range(20))
 TEXTS = [*CHUNKS, LONG, CHUNKS[0] + " It begins as another one does.", "One."]
@@ -78,17 +75,6 @@ class TestKV:
             engine.precompute([LONG])
             kv.append(engine.chunk_caches()[0].read(LONG).tensor())
         assert (kv[0] - kv[1]).abs().max() > 0.01
-
-    def test_codecs(self, made: Encoding) -> None:
-        ours = CacheClipEngine(**{**made.setting.options, "store": None, "codec": "int8"})
-        theirs = made.engine(None, codec="int8")
-        for engine in (ours, theirs):
-            engine.precompute(CHUNKS)
-        for text in CHUNKS:
-            found, expected = (each.chunk_caches()[0].read(text) for each in (theirs, ours))
-            assert found.codec == expected.codec == "int8"
-            step = float(expected.tensor().abs().max()) / 100
-            assert (found.tensor() - expected.tensor()).abs().max() <= step
 
     def test_a_chunk_that_begins_as_another(self, made: Encoding) -> None:
         """vLLM's prefix cache, which is on here, hides no token."""
@@ -163,57 +149,6 @@ def paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestFailures:
-    @pytest.mark.usefixtures("paragraphs")
-    def test_ingestion_goes_on_and_is_resumed(
-        self, made: Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One chunk fails once: its document is reported, the others are stored. The next run computes the rest."""
-        corpus, store = tmp_path / "corpus", tmp_path / "store"
-        corpus.mkdir()
-        for number, chunk in enumerate(CHUNKS):
-            (corpus / f"{number}.txt").write_text(f"{chunk} Number {number}.")
-        options = made.setting.options
-        settings = LibrarySettings(
-            options["primary"], options["auxiliary"], "letters", "float32", "default", 512, 0, "passages"
-        )
-        engine, library = made.engine(store), Library(store)
-        run = {"library": library, "engine": engine, "embedder": LetterEmbedder("letters"), "settings": settings}
-        real, runtime = captures.Captor.end, engine.primary
-        marked = runtime.tokenize(f"{CHUNKS[3]} Number 3.").ids
-
-        def lost(captor: Any) -> Any:
-            for rows in captor._rows:
-                if rows.stop - rows.start == len(marked) and rows.end == rows.stop:
-                    captor._buffers.pop(rows.request_id, None)
-            return real(captor)
-
-        same_length = [n for n, c in enumerate(CHUNKS) if len(runtime.tokenize(f"{c} Number {n}.").ids) == len(marked)]
-        with monkeypatch.context() as patch:
-            patch.setattr(captures.Captor, "end", lost)
-            report = ingest([corpus], **run)
-        assert sorted(Path(each["path"]).stem for each in report.failed) == [str(number) for number in same_length]
-        assert "have not written" in report.failed[0]["error"]
-        assert report.documents == report.added == 6 - len(same_length)
-        again = ingest([corpus], **run)
-        assert (again.added, again.computed, again.failed) == (len(same_length), len(same_length), [])
-        assert again.documents == 6
-        check(made, [f"{chunk} Number {number}." for number, chunk in enumerate(CHUNKS)])
-
-    def test_a_version_that_was_never_tried(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
-        """KV behind KV that was given back is compared before anything is stored."""
-        from cacheclip_vllm import encoding
-        from cacheclip_vllm.loading import Loader
-
-        monkeypatch.setattr(encoding, "is_tried", lambda: False)
-        check(made, CHUNKS[:2])
-        write = Loader._write
-        other = lambda loader, layer, keys, values, slots: write(loader, layer, keys, values.roll(1, 0), slots)  # noqa: E731
-        monkeypatch.setattr(Loader, "_write", other)
-        engine = made.engine(None)
-        with pytest.raises(ConfigurationError, match="never tried before, got a difference of"):
-            engine.precompute(CHUNKS[:2])
-        assert not engine.is_stored(CHUNKS[0])
-
     def test_a_context_that_is_gone(self, made: Encoding) -> None:
         """vLLM would compute the chunk after other KV: nothing is stored."""
         engine = made.engine(None)
@@ -241,10 +176,6 @@ class TestFailures:
                 engine.precompute(CHUNKS[1:3])
         assert not engine.is_stored(CHUNKS[1])
         assert engine.precompute(CHUNKS[1:3]) == 2
-
-    def test_another_model(self, made: Encoding, settings: Any) -> None:
-        with pytest.raises(ConfigurationError, match="is not the primary"):
-            made.engine(None, primary=settings("llama").model).precompute(CHUNKS)
 
 
 class TestRefused:

@@ -162,24 +162,6 @@ class TestContinued:
         assert [ids(found), ids(last)] == setting.expected([second, third], method), "as from fresh fusion"
         assert ids(found) != setting.expected([second], "full")[0]
 
-    def test_a_chat_of_five_turns(self, fused: FusedLLM) -> None:
-        messages = [{"role": "user", "content": rag("Who?")}]
-        before = 0
-        for turn in range(5):
-            (found,) = outputs(fused, [messages], "epic")
-            about = told(found)
-            assert about.get("continued_turns", 0) == turn and about.get("continued_tokens", 0) >= before
-            assert turn == 0 or len(found.prompt_token_ids) - about["continued_tokens"] < 3 * BLOCK
-            before = len(found.prompt_token_ids) - 2 * BLOCK
-            messages += [{"role": "assistant", "content": found.outputs[0].text}]
-            messages += [{"role": "user", "content": f"More {turn}?"}]
-
-    def test_a_method_that_chooses_by_the_question(self, fused: FusedLLM, setting: Setting) -> None:
-        """Has the answers of fresh fusion."""
-        asked = [rag(question) for question in QUESTIONS]
-        found = [outputs(fused, [each], "cacheclip")[0] for each in asked]
-        assert [ids(each) for each in found] == setting.expected(asked, "cacheclip")
-
     def test_another_method_or_ratio_does_not(self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = Rows(fused, monkeypatch)
         rows.ask(rag("Who?"), "cacheclip")

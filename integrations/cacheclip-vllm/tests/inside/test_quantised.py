@@ -8,27 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_lab.evaluation import certify as common
-from cacheclip_lab.evaluation.served import certify_vllm
 from cacheclip_testing import build_model
 from cacheclip_vllm.offline import FusedLLM
-from cacheclip_vllm.served import Served
 from safetensors.torch import load_file, save_file
 from vllm_engines import (
     CHUNKS,
     MODELS,
     PROMPTS,
-    VLLM,
     Setting,
     check_against_its_own_full,
-    clean_up,
     encoding,
     outcomes,
     sampling,
 )
 
-from cacheclip_rag import CacheClipEngine, CertificateError, EngineConfig, UnsupportedModelError
-from cacheclip_rag.methods import preset
+from cacheclip_rag import CacheClipEngine, UnsupportedModelError
 
 INT8 = {
     "quant_method": "compressed-tensors",
@@ -93,34 +87,3 @@ def test_eight_bits(settings: Any, tmp_path: Path) -> None:
         found = fused.llm.generate([given], [sampling(planned.fusion)], use_tqdm=False)
         assert outcomes(found) == ["plain"]
         assert "other weights" in found[0].kv_transfer_params["cacheclip"]["reason"]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_certificate(settings: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a quantised checkpoint to a fused answer that a certificate covers; another engine's covers none."""
-    for name, value in (("_QUICK_PROMPTS", 2), ("ANSWER_TOKENS", 2), ("RATIOS", (1.0,))):
-        monkeypatch.setattr(common, name, value)
-    options = {
-        **settings().options,
-        "primary": str(quantised(build_model(tmp_path / "model", MODELS["qwen3"]))),
-        "store": str(tmp_path / "store"),
-        "dtype": "bfloat16",
-    }
-    setting = Setting(options["primary"], options["store"], options)
-    certificate = certify_vllm(EngineConfig(**options), quick=True, vllm=VLLM)
-    assert certificate.exactness["passed"], certificate.exactness
-    (row,) = [row for row in certificate.ratios if row.ratio == 1.0]
-    assert row.verdict != "not faithful" and certificate.identity.backend.startswith("vllm 0.")
-    clean_up()
-    with encoding(setting, tmp_path, dtype="bfloat16") as made:
-        made.engine(Path(setting.store)).precompute(CHUNKS)
-        asked = {"method": preset("cacheclip").at(1.0), "use_tqdm": False}
-        fused = FusedLLM(made.fused.llm, setting.planner(require_certificate=True))
-        with pytest.raises(CertificateError, match="--backend vllm|certify_vllm"):
-            fused.generate(PROMPTS[:1], **asked)
-        certificate.save()
-        fused = FusedLLM(made.fused.llm, setting.planner(require_certificate=True))
-        assert outcomes(fused.generate(PROMPTS[:2], **asked)) == ["fused"] * 2 and not fused.plain
-    other = setting.planner(require_certificate=True, served=Served(kv_cache_dtype="fp8_e4m3"))
-    with pytest.raises(CertificateError):
-        other.plan(PROMPTS[0], method=asked["method"])

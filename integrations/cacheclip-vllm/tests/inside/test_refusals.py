@@ -7,21 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from vllm_cases import engine
 from vllm_engines import started
 
 
 class TestEngine:
-    def test_a_cache_that_keeps_not_all_blocks(self) -> None:
-        from cacheclip_vllm.scheduling import check_engine
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-        about = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-        check_engine(*engine(spec=FullAttentionSpec(**about)), FullAttentionSpec)
-        with pytest.raises(ValueError, match="blocks"):
-            check_engine(*engine(spec=SlidingWindowSpec(**about, sliding_window=64)), FullAttentionSpec)
-
     def test_a_real_engine_says_why(self, settings: Any) -> None:
         from cacheclip_vllm.offline import engine_options
 
