@@ -16,8 +16,7 @@ from cacheclip_lab.evaluation import exactness, guarantee as guarantees
 from cacheclip_lab.evaluation.certificate import saved_certificate
 from cacheclip_lab.evaluation.certify import RATIOS, certify
 from cacheclip_lab.evaluation.conversations import questions_of
-from cacheclip_lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
-from cacheclip_lab.evaluation.gating import CONFIDENCES
+from cacheclip_lab.evaluation.exactness import check_exactness
 from cacheclip_lab.evaluation.lab import Lab, planned_runs
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_lab.evaluation.records import Record, RecordChunk
@@ -28,10 +27,8 @@ import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, CertificateError, ConfigurationError, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
 from cacheclip_rag.guards import Guarantee, PromisedGate
-from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.measuring import FusedCache, kl_divergence
 from cacheclip_rag.methods import preset, vary
-from cacheclip_rag.models import load_model
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 
@@ -138,30 +135,6 @@ class TestExactness:
         assert engine.primary.model.config._attn_implementation == attention.ATTENTION_NAME
 
 
-class TestHalfPrecision:
-    @pytest.mark.parametrize(
-        ("primary", "dtype"),
-        [("gemma3", "bfloat16"), ("llama", "float16")],
-        indirect=["primary"],
-    )
-    def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
-        """Ratio 1.0 against plain transformers; the floor is what two correct ways of plain transformers differ by.
-        (Models with experts are left out: where a router hesitates, rounding chooses another expert.)"""
-        result = check_exactness(engine_for(primary, tiny_models["auxiliary"], dtype=dtype), PROMPT)
-        failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
-        assert not failed, result
-        assert result["noise_floor"]["logits"] > 1e-3  # not float32 in disguise
-
-    def test_the_floor_tells_precisions_apart(self, tiny_models: dict[str, str]) -> None:
-        floors = {}
-        for dtype in ("float32", "float16", "bfloat16"):
-            runtime = load_model(tiny_models["llama"], dtype=dtype)
-            ids = torch.tensor(runtime.tokenize(PROMPT.text).ids)
-            floors[dtype] = noise_floor(runtime, ids)["logits"]
-            assert reference_logits(runtime, ids).dtype == getattr(torch, dtype)
-        assert floors["float32"] < floors["float16"] / 10 < floors["bfloat16"]
-
-
 class TestCertify:
     def test_what_it_holds(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -180,32 +153,6 @@ class TestCertify:
         # a model of random weights that never saw the chunks together: far from full prefill, and it is told
         assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
         assert certificate.ratios[0].verdict == "not faithful"
-
-    def test_the_gate_is_what_an_engine_with_it_does(self, config: EngineConfig) -> None:
-        """Brute force: an engine with each confidence, on the same prompts."""
-        config = replace(config, recompute_ratio=0.3)  # among others
-        certificate = certify(config, quick=True)
-        prompts = short_prompts(2)
-        rows = {row.ratio: row.gate for row in certificate.ratios}
-        for ratio, figures in [*((0.3, each) for each in rows[0.3][::2]), *((0.0, each) for each in rows[0.0][1::3])]:
-            own = replace(config, recompute_ratio=ratio, prefix_cache_bytes=0)
-            engine = CacheClipEngine(replace(own, min_confidence=figures.min_confidence))
-            method, agreeing, stats = engine.make_method(), [], []
-            for prompt in prompts:
-                engine.precompute(prompt.chunks)
-                full = engine.prefill(prompt.text, method=preset("full"))
-                found = engine.prefill(prompt.text, method=method, question=prompt.question)
-                agreeing.append(float(found.logits.argmax() == full.logits.argmax()))
-                stats.append(found.stats)
-            assert figures.first_token_agreement == pytest.approx(sum(agreeing) / 2)
-            assert figures.charged_ratio == pytest.approx(sum(each.charged_ratio for each in stats) / 2, abs=0.01)
-            assert figures.full_prefills == sum(each.method == "full" for each in stats) / 2
-        for gate in rows.values():
-            assert [each.min_confidence for each in gate] == list(CONFIDENCES)
-            assert gate[-1].full_prefills == 1.0 and gate[-1].first_token_agreement == 1.0
-            assert gate[-1].verdict == "exact", "every prompt is prefilled in full"
-        for row in certificate.ratios:
-            assert row.gate[0].verdict == row.verdict, "no gate"
 
     def test_the_promise_is_that_of_the_prompts_answers(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
@@ -307,13 +254,6 @@ class TestCertify:
             certify(config, quick=True, max_differ=0.1, answers=folder)
         assert f"{named} in cacheclip@0.2)" in str(error.value)
 
-    def test_the_promise_of_answers_is_that_of_their_identity(
-        self, config: EngineConfig, kept: Callable[..., Path]
-    ) -> None:
-        """The very same settings are taken, whatever they are."""
-        config = replace(config, system_prompt="Answer as a pirate.")
-        assert certify(config, quick=True, max_differ=0.1, answers=kept(config)).guarantee
-
     @pytest.mark.parametrize("planted", [False, True])
     def test_turns_are_compared_with_full_prefill_of_the_same_history(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
@@ -384,14 +324,6 @@ class TestCertify:
         certificate = certify(replace(config, method="direct"), quick=True)
         assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
         assert certificate.auxiliary is None and certificate.identity.auxiliary_sha256 is None
-
-    def test_saved_it_covers_an_engine(self, config: EngineConfig, tmp_path: Path) -> None:
-        certify(replace(config, recompute_ratio=1.0), quick=True).save()
-        engine = CacheClipEngine(
-            replace(config, recompute_ratio=1.0, require_certificate=True, store=str(tmp_path / "store"))
-        )
-        engine.generate(PROMPT.text, SamplingParams(max_tokens=1))
-        assert find_certificate(engine.parts.certificates.identity(engine.make_method()))[0] is not None
 
     def test_failed_checks_make_it_not_faithful(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(*args: Any) -> dict[str, Any]:
@@ -509,10 +441,6 @@ class TestPrompts:
         assert all(
             prompt.text.count(prompt.needle or "access number of") == (1 if prompt.needle else 0) for prompt in many
         )
-
-    def test_are_the_same_every_time(self) -> None:
-        assert bundled_prompts(24) == bundled_prompts(24) and bundled_prompts(6) == bundled_prompts(24)[:6]
-        assert len({prompt.text for prompt in bundled_prompts(24)}) == 24
 
     def test_needles_stand_once_and_never_in_the_first_chunk(self) -> None:
         needles = [prompt for prompt in bundled_prompts(24) if prompt.needle]

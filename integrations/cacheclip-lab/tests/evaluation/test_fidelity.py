@@ -14,7 +14,7 @@ import pytest
 import torch
 from cacheclip_lab.commands.certify import _checks
 from cacheclip_lab.evaluation import answering, exactness, served
-from cacheclip_lab.evaluation.certify import PromptOutcome, certify, figures_of
+from cacheclip_lab.evaluation.certify import PromptOutcome, figures_of
 from cacheclip_lab.evaluation.fidelity import Fidelity, compare
 from cacheclip_lab.evaluation.gating import CONFIDENCES, gated
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
@@ -22,12 +22,10 @@ from cacheclip_lab.evaluation.questions import QuestionPrompt, ask
 from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
-from cacheclip_testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
-from evaluation.test_certify import short_prompts
+from cacheclip_testing.plugin import CHUNKS, QUESTION, rag_prompt
 from fake_stats import stats
-from fake_time import FakeTime
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, Fresh
+from cacheclip_rag import CacheClipEngine, ConfigurationError, Fresh
 from cacheclip_rag.measuring import kl_divergence
 from cacheclip_rag.methods import preset
 
@@ -203,60 +201,6 @@ class TestVerdict:
             assert each.charged_ratio == pytest.approx(0.3 + shares[least])
         verdicts = [found[least].verdict for least in (0.0, 0.2, 0.3, 0.7, 1.0)]
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact"]
-
-
-def test_a_certificate_tells_what_a_slow_comparison_finds(
-    tiny_models: dict[str, str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three prompts, so that a median is no mean. Full prefill finds one needle of two, the method others."""
-    options = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP}
-    engine = CacheClipEngine(**options, prefix_cache_bytes=0)
-    runtime: Any = engine.primary
-    methods = {ratio: engine.make_method("cacheclip", ratio) for ratio in (0.0, 0.3)}
-
-    def prefilled(prompt: EvaluationPrompt, method: Any = "full") -> Any:
-        engine.precompute(prompt.chunks)
-        method = preset("full") if method == "full" else method
-        return engine.prefill(prompt.text, method=method, question=prompt.question)
-
-    prompts = short_prompts(3)
-    answers = [runtime.decode_ids(slow_answer(runtime, prefilled(prompt), 5)[0]) for prompt in prompts]
-    others = [runtime.decode_ids(slow_answer(runtime, prefilled(prompt, methods[0.3]), 5)[0]) for prompt in prompts]
-    needles = [answers[0].replace(" ", "")[:3], others[1].replace(" ", ""), None]
-    prompts = [replace(prompt, needle=needle) for prompt, needle in zip(prompts, needles, strict=True)]
-    assert prompts[0].finds(answers[0]) and not prompts[1].finds(answers[1])
-
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-    small = {"bundled_prompts": lambda count: prompts[:count], "_QUICK_PROMPTS": 3, "ANSWER_TOKENS": 5}
-    for name, value in {**small, "RATIOS": (0.3,), "time": FakeTime(monkeypatch)}.items():
-        monkeypatch.setattr(certifying, name, value)
-    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 4)
-    measured, slept = exactness.check_exactness, []
-
-    def slowly(*arguments: Any) -> Any:
-        certifying.time.sleep(90.0)
-        slept.append(90.0)
-        return measured(*arguments)
-
-    monkeypatch.setattr(certifying, "check_exactness", slowly)
-    certificate = certify(EngineConfig(**options, recompute_ratio=0.3), quick=True)
-    assert certificate.needle_accuracy_of_full == 0.5 and certificate.prompts == 3
-    assert certificate.seconds == sum(slept) == 90.0
-    assert [row.ratio for row in certificate.ratios] == [*methods]
-    for row in certificate.ratios:
-        found, hidden = [], []
-        for prompt in prompts:
-            ids, rows = slow_answer(runtime, prefilled(prompt), 5)
-            found.append(slow(rows, slow_rows(runtime, prefilled(prompt, methods[row.ratio]), ids)))
-            own, _ = slow_answer(runtime, prefilled(prompt, methods[row.ratio]), 5)
-            hidden.append(prompt.finds(runtime.decode_ids(own)))
-        for name in ("first_token_kl", "answer_kl"):
-            values = [getattr(each, name) for each in found]
-            expected = {"mean": statistics.fmean(values), "median": statistics.median(values), "max": max(values)}
-            assert getattr(row, name) == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        assert row.agreement == pytest.approx(statistics.fmean(each.agreement for each in found))
-        assert row.needle_accuracy == sum(map(bool, hidden)) / 2
-    assert certificate.ratios[1].needle_accuracy >= 0.5, "the method finds what full prefill does not"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from cacheclip_lab.commands.certify import kind_of_prompts
 from cacheclip_lab.evaluation import promise as module
 from cacheclip_lab.evaluation.promise import Pairs, broken_share, held_gates, promise_of
 from cacheclip_lab.evaluation.results import ItemResult
-
-from cacheclip_rag.guards import Guarantee
 
 
 def item(number: int, answer: str, confidence: float | None, *, ratio: float = 0.2, f1: float = 1.0) -> ItemResult:
@@ -94,9 +91,3 @@ def test_promises_are_seldom_broken(risk: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "_shows", lambda wrong, count, most, error: wrong <= most * count)
     planted = broken_share(runs, 0.1, risk, resamplings=150)
     assert planted.broken > 0.2 and planted.broken_on_others > 0.2
-
-
-@pytest.mark.parametrize(("prompt_tokens", "said"), [((900, 1200), "900-1,200"), (None, "?")])
-def test_the_kind_of_prompts(prompt_tokens: tuple[int, int] | None, said: str) -> None:
-    guarantee = Guarantee(0.1, 0.95, 100, (), prompt_tokens, (5, 5), (2, 32))
-    assert kind_of_prompts(guarantee) == f"prompts of {said} tokens, 5 chunks, answers of 2-32 tokens"

@@ -48,11 +48,6 @@ def test_a_record(tmp_path: Path) -> None:
     )
 
 
-def test_a_passage_is_read_with_its_title() -> None:
-    assert RecordChunk("Brindle Point", "Built.").as_read == "Brindle Point\nBuilt."
-    assert RecordChunk("", "Built.").as_read == "Built."
-
-
 @pytest.mark.parametrize("name", ["packed.jsonl.gz", "packed.jsonl"])
 def test_gzip_is_told_by_content(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(f"{line()}\n\n{line(id='q2')}".encode()))

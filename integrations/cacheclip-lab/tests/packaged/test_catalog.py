@@ -23,10 +23,6 @@ def model(request: pytest.FixtureRequest) -> PackagedModel:
     return PACKAGED_MODELS[request.param]
 
 
-def test_digest_is_a_sha256(model: PackagedModel) -> None:
-    assert re.fullmatch(r"[0-9a-f]{64}", model.sha256)
-
-
 def test_name_is_a_safe_folder_name(model: PackagedModel) -> None:
     assert re.fullmatch(r"[A-Za-z0-9][\w.\-]*", model.name)
     assert PACKAGED_MODELS[model.name] is model
@@ -75,17 +71,3 @@ def test_no_default_is_in_it() -> None:
     assert (config.primary, config.auxiliary) == (commands.primary, commands.auxiliary)
     for name in (config.primary, str(config.auxiliary), commands.embedding, Embedder().name):
         assert packaged_name(name) is None and name.count("/") == 1, "a hub id"
-
-
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("packaged:smollm2-135m", "smollm2-135m"),
-        ("smollm2-135m", "smollm2-135m"),
-        ("packaged:no-such", None),
-        ("packaged:", None),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", None),
-    ],
-)
-def test_names(name: str, found: str | None) -> None:
-    assert packaged_name(name) == found

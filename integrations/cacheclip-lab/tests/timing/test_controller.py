@@ -177,19 +177,11 @@ class TestDecide:
         assert Controller(PROFILE).decide(plan, 0, plain_s * 1.01).bypass is not None
         assert Controller(PROFILE).decide(plan, 0, plain_s * 0.99).bypass is None
 
-    def test_the_least_ratio_if_nothing_keeps_to_the_limit(self, engine: CacheClipEngine) -> None:
-        decided = Controller(PROFILE).decide(plan_of(engine), 0, 1e-6)
-        assert decided.bypass is None and decided.method.nominal_ratio == 0.1
-
     def test_plain_prefill_where_reuse_saves_little(self, engine: CacheClipEngine) -> None:
         slow = replace(PROFILE, before=Cost(5.0, 0.0, 0.0))
         decided = Controller(slow).decide(plan_of(engine), 0)
         assert decided.bypass is not None and "plain prefill is predicted" in decided.bypass
         assert decided.reused, "the plan still says what is stored"
-
-    def test_plain_prefill_where_the_prefix_cache_has_the_prompt(self, engine: CacheClipEngine) -> None:
-        plan = plan_of(engine)
-        assert Controller(PROFILE).decide(plan, plan.layout.num_tokens - 10).bypass is not None
 
     def test_reuse_where_the_prefix_cache_has_the_start_of_a_chunk(self, engine: CacheClipEngine) -> None:
         plan = engine.plan(f"{texts(1)[0]}\n\nWho kept lamp 3?", recompute_ratio=0.1)
@@ -209,11 +201,6 @@ class TestDecide:
         assert certified.decide(plan, 0, 0.7 * plain_s).method.nominal_ratio == 0.25
         nothing = Controller(PROFILE, lambda ratio: False).decide(plan, 0)
         assert nothing.bypass is not None, "only 1.0 is left, and plain prefill is sooner"
-
-    def test_direct_reuse_where_ratio_0_may_be_chosen(self, engine: CacheClipEngine) -> None:
-        """No other method is asked: at ratio 0 this one is direct reuse, and its certificate says whether that does."""
-        decided = Controller(PROFILE, lambda ratio: True).decide(plan_of(engine), 0)
-        assert decided.bypass is None and decided.method.nominal_ratio == 0.0
 
     def test_a_method_without_a_ratio(self, engine: CacheClipEngine) -> None:
         engine.precompute(texts(4), method="direct")
@@ -315,13 +302,6 @@ class TestObserve:
             controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
         pytest.fail("a slow store was never tried again")
 
-    def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
-        controller = Controller(PROFILE)
-        plan = controller.decide(plan_of(engine), 0)
-        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
-        controller.observe(plan, stats_of(engine, before + 100, compute, left_to_read_s=100 + compute))
-        self.check_tried_again(controller, engine)
-
     def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
         plain = Controller(PROFILE).decide(plan_of(engine), 0).prediction
         once = self.observed(engine, 3.0, 3.0, count=1).decide(plan_of(engine), 0).prediction
@@ -338,12 +318,6 @@ class TestObserve:
         controller = Controller(PROFILE)
         plan = controller.decide(plan_of(engine), 0)
         controller.observe(plan, stats_of(engine, 0.0, 50.0, chunk_tokens=0))
-        assert controller.decide(plan_of(engine), 0) == plan
-
-    def test_a_gated_answer_counts_for_nothing(self, engine: CacheClipEngine) -> None:
-        controller = Controller(PROFILE)
-        plan = controller.decide(plan_of(engine), 0)
-        controller.observe(plan, stats_of(engine, 50.0, 50.0, gated=True))
         assert controller.decide(plan_of(engine), 0) == plan
 
 
@@ -402,12 +376,6 @@ def seconds_per_byte(folder: Path, share: float) -> float:
 class TestReading:
     """Slow tiers count from the first decision on."""
 
-    def test_the_first_answer_from_a_slow_tier_is_plain_prefill(self, tmp_path: Path) -> None:
-        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0))
-        plan, prediction, stats = tiered.first()
-        assert plan.bypass is not None and stats.bypassed and stats.hits == 4
-        assert prediction.seconds == prediction.plain_s
-
     def test_chunks_are_computed_in_full_where_reading_is_slower_than_the_recompute(self, tmp_path: Path) -> None:
         """The first ones, which no statistic calls missing, and which are not stored again."""
         tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.7))
@@ -417,13 +385,6 @@ class TestReading:
         assert (stats.hits, stats.misses, stats.missed_tokens) == (4, 0, 0) and not stats.bypassed
         assert stats.chunk_tokens == plan.chunk_tokens < 0.8 * (plan.layout.num_tokens - 100)
         assert prediction.seconds < 0.7 * prediction.plain_s, "as long as reading all takes"
-
-    def test_a_larger_ratio_where_it_costs_no_time(self, tmp_path: Path) -> None:
-        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.55))
-        plan, prediction, stats = tiered.first()
-        assert plan.in_full == () and 0.2 < stats.nominal_ratio < 0.9
-        assert prediction.seconds == pytest.approx(0.55 * prediction.plain_s), "as long as reading takes"
-        assert sum(PROFILE.fused_s(Work.of(plan, 0), stats.nominal_ratio + 0.05)) > prediction.seconds
 
     @pytest.mark.parametrize(("gigabits", "kind"), [(0.1, "plain"), (0.6, "some"), (1.0, ""), (10.0, "all")])
     @pytest.mark.parametrize("count", [4, 50])
@@ -478,13 +439,6 @@ class TestReading:
         tiered.read(texts(4))
         plan, prediction, stats = tiered.first()
         assert plan.bypass is None and not stats.bypassed and prediction.reading.medium == ""
-
-    def test_a_tier_between_is_asked_first(self, tmp_path: Path) -> None:
-        near = DiskBackend(tmp_path / "near")
-        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0), near)
-        assert tiered.plan().bypass is not None
-        tiered.read(texts(4))
-        assert tiered.plan().bypass is None
 
     def test_what_the_prefix_cache_has_is_not_read(self, tmp_path: Path) -> None:
         tiered = Tiered(tmp_path, 1.0)
@@ -571,18 +525,6 @@ class TestReading:
         assert (controller.decide(plan, 0, None, reading).bypass is not None) == (times > 1)
         assert controller.decide(plan, 0, None, other) == first
 
-    def test_slow_reading_says_nothing_about_computing(self, engine: CacheClipEngine) -> None:
-        """What comes before the recompute takes long because it waits for KV."""
-        controller, plan = Controller(PROFILE), plan_of(engine)
-        first = controller.decide(plan, 0)
-        assert first.prediction is not None
-        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
-        reading = ReadTime(SLOW, 5 * before, 0.0, "recompute")
-        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
-        for _ in range(5):
-            controller.observe(decided, stats_of(engine, 5 * before, compute, reading_s=5 * before))
-        assert controller.decide(plan, 0).prediction == first.prediction
-
     def test_plain_prefill_brings_back_the_measured_speed(self, engine: CacheClipEngine) -> None:
         controller = Controller(PROFILE)
         controller._reading[SLOW] = 8.0
@@ -631,11 +573,6 @@ class TestEngine:
         assert stats.predicted_ttft_s is not None
         plan = engine.plan(self.PROMPT)
         assert plan.prediction is not None and plan.to_dict()["predicted_ttft_s"] == plan.prediction.seconds
-
-    def test_a_saved_profile_is_found(self, make: Made) -> None:
-        engine = make(recompute_ratio="auto")
-        replace(PROFILE, identity=engine.parts.controllers.profile_identity(engine.make_method())).save()
-        assert engine.plan(self.PROMPT).prediction is not None
 
     def test_bypassed(self, make: Made) -> None:
         engine = self.profiled(make(max_ttft_s=1000.0))

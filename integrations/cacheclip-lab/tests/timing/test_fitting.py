@@ -61,20 +61,6 @@ class TestProfile:
         assert found.plain_s(work) == pytest.approx(PROFILE.plain_s(work))
         assert found.fused_s(work, 0.2) == pytest.approx(PROFILE.fused_s(work, 0.2))
 
-    def test_a_line_for_each_medium(self) -> None:
-        """The shortest of equal reads counts; a medium that was seen too seldom is left out."""
-        line = Cost(0.0, 0.001, 1e-8)
-        works = [(1, 10_000), (3, 30_000), (1, 80_000), (3, 240_000)]
-        reads = [TimedRead("slow", *work, times * line.seconds(*work)) for work in works for times in (1.0, 1.7)]
-        samples = [
-            Timing(Work(tokens, stale=tokens, chunks=2), ratio, dict.fromkeys(PHASES, 0.1 * tokens))
-            for tokens in (100, 200, 300)
-            for ratio in (None, 0.1)
-        ]
-        found = fitted_profile(IDENTITY, samples, [*reads, TimedRead("seldom", 1, 100, 1.0)]).media
-        assert set(found) == {"slow"}
-        assert found["slow"].seconds(10, 10**6) == pytest.approx(line.seconds(10, 10**6))
-
     def test_the_latency_of_a_medium_counts_once_for_all_that_are_read_at_once(self) -> None:
         works = [(1, 10**6), (3, 3 * 10**6), (1, 10**7), (3, 3 * 10**7)]
         reads = [TimedRead("far", *work, 0.02 * (1 + work[0] / 16) + 1e-9 * work[1], at_once=16) for work in works]

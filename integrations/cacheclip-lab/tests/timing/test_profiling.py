@@ -120,13 +120,6 @@ def test_the_own_stores_speed_is_measured(
     assert prediction is not None and prediction.seconds == prediction.plain_s, "the first answer is plain prefill"
 
 
-def test_media_of_several_stores_are_kept(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeTime(monkeypatch)
-    one = make(store=behind(tmp_path / "a")).profile_machine()
-    both = make(store=behind(tmp_path / "b", Remote)).profile_machine()
-    assert set(both.media) == {"throttled", "remote"} and both.media["throttled"] == one.media["throttled"]
-
-
 @pytest.mark.parametrize("room", [1000, 45_000])
 def test_a_full_store_is_left_alone(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
@@ -164,13 +157,6 @@ def test_a_context_too_short_for_three_sizes_is_refused(make: Make, monkeypatch:
     monkeypatch.setattr(profiling, "_MOST_TOKENS", 150)
     with pytest.raises(ConfigurationError, match="too short"):
         make().profile_machine()
-
-
-def test_sizes_stop_where_prefills_get_long(make: Make, samples: list[Timing], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "_MOST_TOKENS", 512)
-    monkeypatch.setattr(profiling, "_ENOUGH_S", 0.0)
-    make().profile_machine()
-    assert len({sample.work.tokens for sample in samples if sample.ratio is None}) == 3, "never fewer than three"
 
 
 @pytest.mark.parametrize("method", ["direct", "epic"])

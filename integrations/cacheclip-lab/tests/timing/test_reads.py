@@ -118,11 +118,6 @@ def test_a_tier_with_a_limit_of_its_own_is_no_measure(tmp_path: Path) -> None:
     assert state(store) == before
 
 
-def test_a_store_in_memory_has_nothing_to_measure() -> None:
-    store = ChunkStore(Catalog(), Tiers([MemoryBackend()]))
-    assert measure_reads(store, KV, GROUPS, "float32") == []
-
-
 def test_nothing_is_evicted(tmp_path: Path) -> None:
     """There is room for exactly what is written, or nothing should be."""
     store = store_of(tmp_path, DiskBackend(tmp_path))
