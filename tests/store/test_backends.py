@@ -10,7 +10,6 @@ from cacheclip_testing.backends import BackendConformance, sample_key, sample_pa
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.store import CAN_DROP_PAGE_CACHE, PAGE_CACHE, Backend, DiskBackend, MemoryBackend, Sink, Tiers
-from tests.store.samples import full_disk
 
 
 class TestMemoryBackend(BackendConformance):
@@ -85,17 +84,6 @@ class TestDiskBackend(BackendConformance):
         for name in (".hidden.kv", "notes.txt"):
             (folder / name).write_bytes(b"half")
         assert list(backend.list()) == [sample_key(1)]
-
-    def test_failed_write_leaves_the_older_payload_and_no_temporary_file(
-        self, backend: Backend, tmp_path: Path
-    ) -> None:
-        backend.put(sample_key(1), sample_payload(1))
-        with full_disk(500), pytest.raises(OSError, match="too large"):
-            backend.put(sample_key(1), sample_payload(2))
-        assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
-        assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "writers"] == [
-            f"{sample_key(1)}.kv"
-        ]
 
     def test_bytes_are_counted_in_blocks(self, backend: Backend) -> None:
         """A file takes whole blocks of its disk, however short it is."""

@@ -12,21 +12,18 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.store import ChunkStore, TenantStore
+from cacheclip_rag.store import TenantStore
 from tests.store.samples import (
     BLOCK,
     bytes_on_disk,
     is_intact,
     key,
-    kv,
     opened,
     path_of,
     payload_files,
     put,
     totals_are_right,
 )
-
-LONG = "The keeper of the lighthouse wrote down the hour, the wind and the names of the ships."
 
 
 def sql(folder: Path, statement: str) -> None:
@@ -66,21 +63,6 @@ class TestMissing:
         assert store.chunk_store.limit == 4 * BLOCK and bytes_on_disk(folder) <= 4 * BLOCK
         assert is_intact(store, 5) and is_intact(store, 6) and store.stats().entries == 4
 
-    def test_opening_records_everything_again(self, store: TenantStore, folder: Path) -> None:
-        """Tenants, codecs, and the texts that prompts are searched for."""
-        store.put(key(3), kv(3), "bfloat16", text=LONG)
-        put(TenantStore(store.chunk_store, "u"), 1)
-        path_of(folder, 2).write_bytes(b"garbage")
-        store.close()
-        remove_catalog(folder)
-        again = opened(folder)
-        assert set(again.keys()) == {key(1), key(3)} and again.codec_of(key(3)) == "bfloat16"
-        assert is_intact(again, 1) and is_intact(TenantStore(again.chunk_store, "u"), 1)
-        assert set(again.catalog.tenants()) == {"t", "u"} and totals_are_right(again)
-        [match] = again.index.find(f"Read this. {LONG} What did he write?")
-        assert match.stop - match.start == len(LONG)
-        assert again.release([LONG, "text 1"]) == 2 and again.keys() == []
-
 
 class TestUnusable:
     @pytest.mark.parametrize("content", [b"this is no database, " * 100, os.urandom(20_000)], ids=["text", "noise"])
@@ -99,22 +81,6 @@ class TestUnusable:
             with pytest.raises(StoreError, match=r"catalog\.sqlite3 cannot be used.*cacheclip store repair --store"):
                 write()
         assert len(payload_files(folder)) == 2
-
-    def test_without_it_no_tenant_reads_what_is_anothers(self, store: TenantStore, folder: Path) -> None:
-        """The payload says whose it is."""
-        put(TenantStore(store.chunk_store, "u"), 1)
-        store.close()
-        remove_catalog(folder)
-        (folder / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
-        again = opened(folder)
-        assert again.codec_of(key(1, "u")) is None and again.get(key(1, "u")) is None
-        assert is_intact(TenantStore(again.chunk_store, "u"), 1), "and does not remove it"
-
-    def test_of_another_version(self, store: TenantStore, folder: Path) -> None:
-        store.close()
-        sql(folder, "PRAGMA user_version = 99")
-        with pytest.raises(StoreError, match="format 99"):
-            opened(folder).stats()
 
     def test_database_of_another_program(self, store: TenantStore, folder: Path) -> None:
         """Though its version number is ours: nothing is written into it."""
@@ -137,11 +103,6 @@ class TestUnusable:
         with pytest.raises(StoreError, match="file"):
             put(store, 1)
         assert store.get(key(1)) is None and store.keys() == [] and store.stats().entries == 0
-
-    def test_kernel_folder(self) -> None:
-        """Unwritable for root as well, unlike a folder without write permission."""
-        with pytest.raises(StoreError):
-            put(opened(Path("/proc/cacheclip-store")), 1)
 
 
 class TestReadOnly:
@@ -216,9 +177,3 @@ class TestReadOnly:
         again = opened(mounted)
         assert key(3) in again and is_intact(again, 3)
         again.close()
-
-
-def test_a_store_that_is_only_opened_writes_nothing(folder: Path) -> None:
-    store = ChunkStore.open(folder)
-    store.close()
-    assert not folder.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -191,15 +191,6 @@ class TestEviction:
             assert store.stats().bytes == held <= limit == store.chunk_store.stats().max_bytes
             assert key(number % 5) in store
 
-    def test_many_small_entries_make_room_for_a_large_one(self, kind: Kind) -> None:
-        limit = 200 * kind.bytes_of(1)
-        store = kind.open(limit)
-        put(store, *range(200), tokens=1)
-        assert evictions(store) == 0
-        put(store, 999, tokens=600)
-        assert is_intact(store, 999, tokens=600) and store.stats().bytes <= limit
-        assert evictions(store) == -(-kind.bytes_of(600) // kind.bytes_of(1)) and is_intact(store, 199, tokens=1)
-
     def test_entry_above_the_limit_is_not_kept(self, kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
         store = kind.open(2 * kind.bytes_of())
         put(store, 1, 2)
@@ -325,14 +316,6 @@ class TestLimit:
         with pytest.raises(StoreError, match="other writers have announced"):
             put(store, 2)
 
-    def test_a_write_that_fails_gives_its_bytes_back(self, tmp_path: Path) -> None:
-        store = opened(tmp_path)
-        put(store, 1)
-        large = torch.ones(2, 2, 2, 100_000, 4)
-        with full_disk(10**6), pytest.raises(StoreError, match="nothing stored before was changed"):
-            store.put(key(2), large, "float32")
-        assert store.stats().bytes == BLOCK == bytes_on_disk(tmp_path) and totals_are_right(store)
-
     def test_the_older_version_goes_last(self, tmp_path: Path) -> None:
         """It is lost if the write fails, so that others make room first."""
         store = opened(tmp_path, 3 * blocks(30_000))
@@ -389,23 +372,6 @@ class TestTenants:
         assert sorted(ours.chunk_store.tiers.list()) == sorted(theirs.keys())
         for table, left in (("texts", 1), ("sources", 1), ("quotas", 0)):
             assert len(ours.catalog.database.query(f"SELECT * FROM {table}")) == left
-
-    def test_a_copied_payload_file_is_no_way_around_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        store = ChunkStore.open(tmp_path)
-        ours, theirs = TenantStore(store, "t"), TenantStore(store, "u")
-        put(theirs, 1)
-        put(ours, 1)
-        disk = store.tiers.last
-        assert isinstance(disk, DiskBackend)
-        copied = disk.path_of(key(1, "u")).read_bytes()
-        disk.path_of(key(1)).write_bytes(copied)  # in place of ours: its header names another key
-        assert ours.get(key(1)) is None and "is damaged" in caplog.text
-        # an entry in our name for their payload
-        entry = store.catalog.entries_of("u", [key(1, "u")]).get(key(1, "u"))
-        assert entry is not None
-        store.catalog.record(replace(entry, namespace="t"))
-        caplog.clear()
-        assert ours.get(key(1, "u")) is None and "another tenant" in caplog.text
 
     def test_not_there_and_not_yours_ask_the_same(
         self, both: tuple[TenantStore, TenantStore], monkeypatch: pytest.MonkeyPatch
@@ -480,14 +446,6 @@ class TestMemoryTier:
         assert store.get(key(1)) is None and "is damaged" in caplog.text
         assert self.memory(store) == list(disk.list()) == []
         assert [tier.damaged for tier in store.chunk_store.stats().tiers] == [0, 1]
-
-    def test_small_memory_before_a_large_disk(self, tmp_path: Path) -> None:
-        store = self.tiered(tmp_path, 2 * size())
-        put(store, *range(6))
-        memory, _ = store.chunk_store.stats().tiers
-        assert len(self.memory(store)) == 2 and store.stats().entries == 6
-        assert (memory.bytes, memory.evictions) == (2 * size(), 4)
-        assert all(is_intact(store, number) for number in range(6))
 
     def test_counters_of_each_tier(self, tmp_path: Path) -> None:
         put(opened(tmp_path), 1)

@@ -123,15 +123,6 @@ class TestLayers:
         with pytest.raises(FrameError, match="layer 1"):
             parsed.verify()
 
-    @pytest.mark.parametrize("codec", CODECS)
-    @pytest.mark.parametrize("layer", [0, 1])
-    def test_a_damaged_layer_is_found_in_the_whole(self, codec: str, layer: int) -> None:
-        data = encode_frame(kv_for(codec), codec, key(1), namespace="t")
-        start = Frame.parse(data, key(1)).start
-        data[start + layer * (len(data) - start) // 2] ^= 1
-        with pytest.raises(FrameError, match=f"layer {layer}"):
-            decode_frame(data, key(1))
-
     def test_layers_that_changed_their_order_are_found(self) -> None:
         data = encode_frame(kv(1), "float32", key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
@@ -219,12 +210,6 @@ class TestInt8:
         assert torch.equal(read[0], layer[0])  # all of a channel is its middle
         assert torch.allclose(read[1], layer[1], rtol=1e-6, atol=0)
 
-    def test_one_token(self) -> None:
-        layer = kv(1, tokens=1)[0]
-        read = round_trip(layer)
-        assert torch.equal(read[0], layer[0])
-        assert worst(layer[1], read[1], layer[1].abs().amax(-1, keepdim=True) / 127) <= 0.5001
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_other_dtypes_are_encoded_as_their_numbers(self, layer: torch.Tensor, dtype: torch.dtype) -> None:
         layer = (layer / 300).to(dtype)
@@ -258,17 +243,6 @@ class TestInt8:
         assert stored.tensor().dtype == stored.layer(0).tensor().dtype == torch.float32
         assert torch.equal(stored.tensor()[1], stored.layer(1).tensor())
         assert torch.equal(stored.layer(1).tensor(), round_trip(kv(1)[1]))
-
-    @pytest.mark.parametrize("memory_bytes", [0, 10**6])
-    def test_round_trip_through_the_store(self, tmp_path: Path, memory_bytes: int) -> None:
-        store = opened(tmp_path, memory_bytes=memory_bytes)
-        assert store.put(key(1), kv(1, 40), "int8", text="text 1") and store.codec_of(key(1)) == "int8"
-        store.close()
-        for _ in range(2):
-            got = store.get(key(1))
-            assert got is not None and got.codec == "int8"
-            assert torch.equal(got.tensor(), torch.stack([round_trip(layer) for layer in kv(1, 40)]))
-        assert store.stats().bytes < math.prod(kv(1, 40).shape) * 4
 
     def test_through_the_store_what_is_refused_leaves_nothing(self, tmp_path: Path) -> None:
         store = opened(tmp_path)

@@ -126,19 +126,6 @@ class TestDamage:
         assert store.codec_of(key(1)) == "float32" and first.exists()
         assert store.get(key(1)) is None and store.codec_of(key(1)) is None
 
-    def test_what_cannot_be_removed_is_a_miss(
-        self, store: TenantStore, first: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        first.write_bytes(b"garbage")
-
-        def denied(*arguments: object, **options: object) -> None:
-            raise PermissionError(13, "denied")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", denied)
-            assert store.get(key(1)) is None
-        assert "could not be removed" in caplog.text and is_intact(store, 2)
-
     def test_entry_without_payload_is_a_miss(
         self, store: TenantStore, first: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -17,7 +17,7 @@ from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode_frame, 
 from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.announcements import Announcements
 from cacheclip_rag.store.entries import Entry, Total
-from cacheclip_rag.store.eviction import EVERYONE, make_room
+from cacheclip_rag.store.eviction import make_room
 from cacheclip_rag.store.limits import StoreLimits
 from cacheclip_rag.store.sources import Sources
 from tests.store.samples import is_intact, key, kv, path_of
@@ -240,16 +240,3 @@ class TestWhoLosesWhat:
             expected = self.brute_force(held, limit, writing, size)
             assert {name: catalog.keys(name) for name in held} == expected, seed
             assert fits and len(evicted) == count == number - sum(map(len, expected.values())), seed
-
-    def test_a_large_write_takes_from_all_that_are_large(self) -> None:
-        catalog = Catalog()
-        sizes = {"a": [100] * 10, "b": [300] * 3, "c": [50] * 2}
-        for name, each in sizes.items():
-            for number, size in enumerate(each):
-                catalog.record(Entry(key(number, name), name, None, size, 1, "float32"))
-        catalog.limits.set_of_store(2000)
-        with catalog.database.transaction() as run:
-            assert make_room(run, "new", key(9, "new"), 900, lambda keys: None) == (True, 6)
-        held = {name: total.bytes for name, total in catalog.tenants().items()}
-        assert held == {"a": 600, "b": 300, "c": 100}
-        assert catalog.total().bytes == sum(held.values()) and EVERYONE not in held

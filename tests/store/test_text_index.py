@@ -52,35 +52,10 @@ class TestFinding:
     def test_nothing_else(self, prompt: str) -> None:
         assert found(index_of(LETTERS), prompt) == []
 
-    def test_many_texts_with_a_long_shared_head(self) -> None:
-        """A metadata header longer than the reach of the anchors: the end and the hash decide, and each is found."""
-        head = "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8
-        assert len(head) > REACH
-        texts = [f"{head}Number {n} of the texts, with an end of its own." for n in range(40)]
-        index = index_of(*texts)
-        for n in (0, 17, 39):
-            assert found(index, f"intro {texts[n]} outro") == [texts[n]]
-        assert found(index, "\n".join(texts)) == texts
-
     @pytest.mark.parametrize("length", LENGTHS)
     def test_lengths_around_the_window_and_the_reach(self, length: int) -> None:
         text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(length))
         assert found(index_of(text), f"-- {text} --") == ([text] if length >= WINDOW else [])
-
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "東京タワーは高さ333メートルの電波塔です。",
-            "🗼🇫🇷👩‍👩‍👧‍👦 emoji families count as well 🎉",
-            "e\u0301toiles combinées e\u0301",
-            "\u0000 control \u0001\u0002 chars \x7f",
-        ],
-    )
-    def test_unicode(self, text: str) -> None:
-        assert found(index_of(text), f"«{text}» {text}?") == [text, text]
-
-    def test_composed_and_decomposed_are_different_texts(self) -> None:
-        assert found(index_of("caf\u00e9 au lait, caf\u00e9 noir"), "cafe\u0301 au lait, cafe\u0301 noir") == []
 
     def test_lone_surrogates(self) -> None:
         """What json and surrogateescape let in must neither crash nor match something else."""
@@ -97,32 +72,6 @@ class TestCandidates:
 
 
 class TestSharing:
-    def test_two_objects_over_one_folder(self, tmp_path: Path) -> None:
-        one, other = shared(tmp_path), shared(tmp_path)
-        one.add([LETTERS])
-        assert found(other, LETTERS) == [LETTERS]
-        other.add([LAMP])
-        assert found(one, f"{LETTERS}{LAMP}") == [LETTERS, LAMP]
-        one.remove([LETTERS])
-        assert found(other, f"{LETTERS}{LAMP}") == [LAMP]
-        one.add([LETTERS])
-        assert found(other, f"{LETTERS}{LAMP}") == [LETTERS, LAMP]
-
-    def test_usable_after_close(self, tmp_path: Path) -> None:
-        catalog = Catalog(tmp_path)
-        index = TextIndex(catalog.database, "ours")
-        index.add([LETTERS])
-        catalog.close()
-        assert found(index, LETTERS) == [LETTERS]
-
-    def test_other_namespace_is_not_found(self, tmp_path: Path) -> None:
-        ours, theirs = shared(tmp_path, "ours"), shared(tmp_path, "theirs")
-        ours.add([LETTERS])
-        assert found(theirs, LETTERS) == []
-        theirs.add([LETTERS])
-        ours.remove([LETTERS])
-        assert found(theirs, LETTERS) == [LETTERS] and found(ours, LETTERS) == []
-
     def test_removed_and_added_while_another_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         looking, changing = shared(tmp_path), shared(tmp_path)
         changing.add([LETTERS])
@@ -165,28 +114,6 @@ class TestSharing:
         threads[0].join()
         assert len(matches) == 1
 
-    def test_threads(self, tmp_path: Path) -> None:
-        index = shared(tmp_path)
-        texts = [f"Text number {n} which is long enough." for n in range(40)]
-        problems: list[str] = []
-
-        def work(part: int) -> None:
-            try:
-                for text in texts[part::4]:
-                    index.add([text])
-                    if found(index, f"<{text}>") != [text]:
-                        problems.append(text)
-            except BaseException as error:
-                problems.append(repr(error))
-
-        threads = [threading.Thread(target=work, args=(part,)) for part in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
-        assert found(index, "\n".join(texts)) == texts
-
     def test_known_to_every_process_until_it_is_removed(self, tmp_path: Path) -> None:
         one, other, theirs = shared(tmp_path), shared(tmp_path), shared(tmp_path, "theirs")
         assert not other.known(LETTERS)
@@ -212,12 +139,6 @@ class TestSharing:
         assert [*shared(tmp_path).texts()] == texts, "those of a few words are not kept"
         shared(tmp_path).remove(texts[:2])
         assert [*shared(tmp_path).texts()] == texts[2:] and [*index_of().texts()] == []
-
-    def test_removed_texts_leave_nothing(self, tmp_path: Path) -> None:
-        index = shared(tmp_path)
-        index.add([LETTERS, LAMP])
-        index.remove([LETTERS, LAMP])
-        assert index._database.query("SELECT count(*) FROM texts") == [(0,)]
 
 
 class TestUnusableCatalog:
