@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.methods import PRESET_NAMES, preset
-from cacheclip_rag.methods.settings import vary
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
@@ -32,39 +30,6 @@ class TestStats:
         assert abs(stats.effective_ratio - ratio) <= 1 / stats.chunk_tokens
         assert stats.charged_ratio == stats.effective_ratio
         assert (stats.method, stats.fallback, stats.hits, stats.misses) == ("cacheclip", None, len(chunks), 0)
-
-    def test_aligned_windows_never_exceed_the_nominal(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str]
-    ) -> None:
-        engine = make(method=vary(preset("cacheclip"), {"budget": {"grouping": "AlignedWindows"}}))
-        engine.precompute(chunks)
-        stats = engine.generate(rag(chunks), SHORT, recompute_ratio=0.4).stats
-        assert stats.effective_ratio <= 0.4 + 1 / stats.chunk_tokens
-
-    @pytest.mark.parametrize("method", ["full", "direct", "cacheclip"])
-    def test_sums_for_every_method(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
-        engine.precompute(chunks)
-        answer = engine.generate(rag(chunks), SHORT, method=method)
-        check_sums(answer)
-        assert answer.stats.method == method and answer.stats.fallback is None
-        prompt_tokens = engine.generate(rag(chunks), SHORT, method="full").stats.prompt_tokens
-        assert answer.stats.prompt_tokens == prompt_tokens
-
-    def test_some_stored_some_not(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        engine = make()
-        engine.precompute(chunks[:2])
-        answer = engine.generate(rag(chunks), SHORT, documents=chunks)
-        check_sums(answer)
-        assert (answer.stats.hits, answer.stats.misses) == (2, 2)
-        again = engine.generate(rag(chunks), SHORT)
-        assert (again.stats.hits, again.stats.misses) == (4, 0)
-
-    def test_first_token_time_covers_the_phases(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        begin = time.perf_counter()
-        stats = engine.generate(rag(chunks), SHORT).stats
-        assert 0 < stats.ttft_s <= time.perf_counter() - begin
-        assert stats.phases_s["recompute"] > 0 and stats.phases_s["select"] > 0
 
     def test_exact_tokens_explain_a_ratio_below_one(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
@@ -86,17 +51,6 @@ class TestStreaming:
         last = events[-1].answer
         assert last is not None and (last.text, last.token_ids) == (whole.text, whole.token_ids)
         assert len(events) > 2
-
-    def test_stop_string(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        whole = engine.generate(rag(chunks), SamplingParams(max_tokens=30))
-        stop = whole.text[9:12]
-        params = SamplingParams(max_tokens=30, stop=(stop,))
-        events = list(engine.stream(rag(chunks), params))
-        answer = events[-1].answer
-        assert answer is not None and answer.finish_reason == "stop"
-        assert answer.text == "".join(e.text for e in events) == whole.text[: whole.text.index(stop)]
-        assert len(answer.token_ids) < len(whole.token_ids)
 
     def test_end_of_turn(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """The ending token is counted, and not a part of the text."""
@@ -158,16 +112,6 @@ class TestQuestion:
         prompt = "Who went ashore?\n\n" + "\n\n".join(chunks)
         assert self.selected(engine, prompt, None) == self.selected(engine, prompt, "Who went ashore?")
 
-    def test_no_question_at_all(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        answer = engine.generate("".join(chunks), SHORT)
-        check_sums(answer)
-        assert answer.stats.hits == 4
-
-    def test_very_long_question(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        check_sums(engine.generate(rag(chunks, "why " * 300), SHORT))
-
 
 class TestSeeds:
     """What is said of ``SamplingParams.seed``: the same tokens over a fixed store without a prefix cache; with one, KV
@@ -192,20 +136,6 @@ class TestSeeds:
         assert torch.equal(again.logits, bits) and not again.stats.cached_prefix_tokens + again.stats.continued_tokens
         params = SamplingParams(max_tokens=6, temperature=1.0, seed=7)
         assert [*engine.stream(rag(chunks, "Who?"), params)][-1].answer.token_ids == first
-
-    @pytest.mark.parametrize("method", PRESET_NAMES)
-    def test_the_prefix_cache_changes_the_rounding_only(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str
-    ) -> None:
-        engine = make(method=method, min_confidence=0.0)
-        engine.precompute(chunks)
-        prompt = [{"role": "system", "content": " ".join(chunks[:1])}, {"role": "user", "content": rag(chunks[1:])}]
-        cold = logits(engine, prompt, preset(method))
-        engine.generate(prompt, SHORT)
-        warm = logits(engine, prompt, preset(method))
-        is_taken = warm.stats.cached_prefix_tokens + warm.stats.continued_tokens > 0 == cold.stats.cached_prefix_tokens
-        assert is_taken is (method not in {"full", "direct", "ape", "block", "cacheclip-gated"})
-        torch.testing.assert_close(warm.logits, cold.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_question_goes_through_no_tenants_rows(engine: CacheClipEngine) -> None:

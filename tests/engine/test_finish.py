@@ -156,16 +156,6 @@ class TestRevise:
             revised = fresh(engine, PROMPT, SHORT, method="ape", finish="revise")
             assert revised.token_ids == full.token_ids
 
-    def test_all_chunks_but_one_are_missing(self, finishing: Make) -> None:
-        engine = finishing(on_miss="ignore")
-        engine.release(CHUNKS[1:])
-        prompt = rag_prompt(CHUNKS[::-1])
-        full = fresh(engine, prompt, SHORT, method="full")
-        engine.precompute(CHUNKS[2:3])
-        revised = fresh(engine, prompt, SHORT, method="direct", documents=CHUNKS, finish="revise")
-        assert (revised.stats.hits, revised.stats.misses) == (2, 2)
-        assert revised.token_ids == full.token_ids and revised.stats.verified_tokens == len(full.token_ids)
-
     @pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
     def test_max_tokens(self, finishing: Make, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens)
@@ -264,16 +254,6 @@ class TestVerify:
         assert verified.stats.verified_tokens == (len(given.token_ids) if at is None else at)
         assert 0 < verified.stats.verify_s < verified.stats.decode_s
         assert given.stats.verified_tokens is given.stats.diverged_at is None and given.stats.verify_s == 0
-
-    def test_an_answer_that_differs_stays(self, finishing: Make) -> None:
-        engine = finishing(rows=IN_THE_MIDDLE)
-        given, _, at = divergent(engine)
-        engine.prefixes.clear()
-        events = list(engine.stream(PROMPT, SHORT, method="direct", finish="verify"))
-        text, answer = apply(events)
-        assert text == given.text and answer.token_ids == given.token_ids
-        assert all(event.is_final and event.revised_from is None for event in events)
-        assert (answer.stats.verified_tokens, answer.stats.diverged_at) == (at, at)
 
     def test_an_answer_that_agrees_goes_on_exactly(self, finishing: Make) -> None:
         """Its first tokens are full prefill's; without the exact KV, a later one would not be."""
@@ -412,18 +392,6 @@ class TestRotaryFrequenciesThatChange:
         held = engine.prefixes.stats.blocks
         assert held == full.stats.prompt_tokens // 16, "what crosses the limit is not kept"
 
-    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
-    def test_an_answer_that_agrees_crosses_the_limit(self, finishing: Make, rows: int) -> None:
-        engine = finishing("phi3-longrope", rows=rows)
-        prompt = self.prompt(engine)
-        full = fresh(engine, prompt, SamplingParams(max_tokens=16), method="full")
-        for finish in ("verify", "revise"):
-            found = fresh(
-                engine, prompt, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=0.74, finish=finish
-            )
-            assert found.token_ids == full.token_ids
-            assert (found.stats.verified_tokens, found.stats.diverged_at) == (16, None)
-
     def test_other_positions_cross_the_limit_where_the_exact_ones_do(
         self, finishing: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -522,12 +490,6 @@ class TestPrefixCache:
         assert answer.stats.cached_prefix_tokens == 0, "the method itself uses no prefixes"
         assert read[0] == (plain.stats.prompt_tokens - 1) // 16 * 16
         assert answer.token_ids == expected.token_ids
-
-    def test_without_a_prefix_cache(self, finishing: Make) -> None:
-        engine = finishing(prefix_cache_bytes=0)
-        full = engine.generate(PROMPT, SHORT, method="full")
-        revised = engine.generate(PROMPT, SHORT, method="direct", finish="revise")
-        assert revised.token_ids == full.token_ids and engine.prefixes.stats.blocks == 0
 
 
 class TestClosing:

@@ -93,16 +93,6 @@ class TestNextQuestion:
         assert found.is_exact and found.stats.cached_prefix_tokens > 0.8 * found.stats.prompt_tokens
         torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
 
-    def test_a_chat_goes_on_after_the_answer(self, idle: CacheClipEngine, passages: list[str]) -> None:
-        messages = [{"role": "user", "content": rag(passages)}]
-        length = 0
-        for turn in range(3):
-            answer = idle.generate(messages, SHORT)
-            assert idle.wait_for_observers()
-            assert answer.stats.cached_prefix_tokens >= length - length % BLOCK
-            length = answer.stats.prompt_tokens
-            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": f"More {turn}?"}]
-
     @pytest.mark.parametrize("options", [{"finish": "none"}, {"method": "full"}, {"method": "prefix"}])
     def test_not_for(self, idle: CacheClipEngine, passages: list[str], options: dict[str, str]) -> None:
         idle.generate(rag(passages), SHORT, **options)

@@ -37,24 +37,6 @@ class TestPrefix:
         exact = engine.generate(messages, SHORT, recompute_ratio=1.0)
         assert exact.token_ids == engine.generate(messages, SHORT, method="full").token_ids
 
-    def test_of_the_configured_system_prompt(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        engine = make(system_prompt="Be brief.")
-        engine.precompute(chunks)
-        assert engine.generate(rag(chunks), SHORT).stats.prefix_tokens > 0
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": rag(chunks)}]
-        assert engine.generate(messages, SHORT).stats.prefix_tokens > 0
-        assert engine.generate(messages, SHORT).token_ids == engine.generate(rag(chunks), SHORT).token_ids
-
-    def test_last_segment_may_be_a_chunk(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        for method in ("direct", "cacheclip"):
-            answer = engine.generate([Fresh("Go on: "), Chunk(chunks[0]), Chunk(chunks[1])], SHORT, method=method)
-            check_sums(answer)
-            assert answer.stats.hits == 2
-        segments = [Fresh("Go on: "), Chunk(chunks[0])]
-        exact = engine.generate(segments, SHORT, recompute_ratio=1.0)
-        assert exact.token_ids == engine.generate(segments, SHORT, method="full").token_ids
-
     @pytest.mark.parametrize("method", ["direct", "cacheclip"])
     def test_last_segment_is_an_exact_chunk(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
         """Nothing needs computing but the last token, whose logits are the answer's first: as by full prefill."""

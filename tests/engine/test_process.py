@@ -98,33 +98,6 @@ class TestProcess:
     def test_engines_share_weights(self, make: Callable[..., CacheClipEngine]) -> None:
         assert make().primary is make(namespace="other").primary
 
-    @pytest.mark.parametrize("prepared", [True, False], ids=["stored", "missing"])
-    def test_threads_get_the_same_text(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path, prepared: bool
-    ) -> None:
-        engine = make(store=str(tmp_path))
-        if prepared:
-            engine.precompute(chunks)
-        method = "cacheclip" if prepared else "full"
-        expected = engine.generate(rag(chunks), SHORT, method=method, recompute_ratio=0.3).text
-        texts: list[str] = []
-        problems: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                ratio = 0.3 if prepared else 1.0
-                texts.append(engine.generate(rag(chunks), SHORT, recompute_ratio=ratio, documents=chunks).text)
-            except BaseException as error:
-                problems.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
-        assert texts == [expected] * 4
-
     def test_what_loads_no_torch(self) -> None:
         """The package, settings, options of a call, and what adapters import."""
         program = """
@@ -182,17 +155,6 @@ assert "torch" not in sys.modules
         assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
         with pytest.raises(AttributeError, match="nonsense"):
             cacheclip_rag.nonsense  # noqa: B018
-
-
-def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> None:
-    """Backends reach an engine through a store that is handed over."""
-    from cacheclip_rag.store import Catalog, ChunkStore, MemoryBackend, Tiers
-
-    backend = MemoryBackend()
-    store = ChunkStore(Catalog(), Tiers([backend]))
-    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, store=store)
-    engine.precompute(chunks[:1])
-    assert engine.store.chunk_store is store and len(list(backend.list())) == store.stats().entries > 0
 
 
 @pytest.mark.parametrize("url", ["ftp://host/store", "s3://"])

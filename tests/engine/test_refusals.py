@@ -247,7 +247,3 @@ class TestRefusals:
     def test_near_misses_are_named(self, options: dict[str, Any], near: str) -> None:
         with pytest.raises(ConfigurationError, match=f"Did you mean '{near}'"):
             EngineConfig(**options) if "recompute_ration" not in options else CacheClipEngine(**options)
-
-    def test_wrong_things_as_segments(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="Fresh or Chunk"):
-            engine.generate([Fresh("x"), "y"], SHORT)  # type: ignore[list-item]

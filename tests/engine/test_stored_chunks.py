@@ -32,19 +32,6 @@ MARKED = (
     "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
     "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
 )
-GREEK = (
-    "Οι λέβητες των μεγάλων κτιρίων πρέπει να ελέγχονται κάθε χρόνο. Η αρμόδια αρχή "
-    "έχει τα κατάλληλα όργανα για την εξέταση, και η πίεση μετράται κάθε πρωί στις έξι. Αν η "
-    "βελόνα περάσει το τρίτο σημάδι, ανοίγεται η εξωτερική βαλβίδα."
-)
-
-
-MARKED = (
-    "The **boiler** of the *northern* hall has **four** valves, of which **two** are `closed` in **winter**. The "
-    "*keeper* reads the **pressure** at `six` in the **morning** and writes it into the **red** book. If the "
-    "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
-    "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
-)
 GERMAN = (
     "Die Öfen der größeren Häuser müssen jährlich überprüft werden. Für die Prüfung ist die zuständige Behörde mit "
     "geeigneten Geräten ausgerüstet. Übermäßige Rückstände führen zu Störungen, die für die Bewohner gefährlich "
@@ -156,12 +143,6 @@ class TestMisses:
             stats = engine.generate(rag(chunks), SHORT, documents=chunks).stats
             assert (stats.hits, stats.misses) == (0, 4)
         assert not engine.is_stored(chunks[0])
-
-    def test_prompt_without_chunks(self, engine: CacheClipEngine) -> None:
-        answer = engine.generate("Hello, how are you?", SHORT)
-        check_sums(answer)
-        assert answer.stats.fallback == "no stored chunk found in the prompt"
-        assert answer.stats.misses == 0
 
     def test_full_stores_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.generate(rag(chunks), SHORT, method="full", documents=chunks)
@@ -275,28 +256,6 @@ class TestDamage:
         assert answer.stats.misses == 2
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
-    def test_all_damaged(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        for chunk in chunks:
-            self.damage(engine, engine.config.primary, chunk)
-        answer = engine.generate(rag(chunks), SHORT)
-        check_sums(answer)
-        assert (answer.stats.hits, answer.stats.misses) == (0, 4)
-        assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
-        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
-
-    def test_damaged_for_the_auxiliary(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        expected = engine.generate(rag(chunks), SHORT)
-        assert engine.config.auxiliary
-        self.damage(engine, engine.config.auxiliary, chunks[1])
-        engine.prefixes.clear()
-        answer = engine.generate(rag(chunks), SHORT)
-        check_sums(answer)
-        assert answer.stats.recomputed_tokens == expected.stats.recomputed_tokens and answer.stats.hits == 4
-        engine.generate(rag(chunks), SHORT)
-        assert engine.generate(rag(chunks), SHORT).stats.hits == 4  # whole again
-
     def test_damaged_prefix(
         self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
     ) -> None:
@@ -316,13 +275,6 @@ class TestStore:
         assert engine.precompute(chunks) == 0
         assert engine.precompute([f"\n {chunks[0]}  "]) == 0  # the same text once stripped
         assert engine.precompute([*chunks, "One more text for the store."]) == 1
-
-    def test_precompute_takes_an_iterator_and_survives_an_error(
-        self, engine: CacheClipEngine, chunks: list[str]
-    ) -> None:
-        with pytest.raises(ConfigurationError):
-            engine.precompute(iter([chunks[0], "", chunks[1]]))
-        assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
 
     @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
     def test_release_of_every_chunk_context_loads_no_model(
@@ -390,14 +342,6 @@ class TestStore:
         check_sums(answer)
         assert answer.token_ids == expected.token_ids
 
-    def test_same_model_in_both_roles(
-        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str]
-    ) -> None:
-        engine = make(auxiliary=tiny_models["llama"])
-        engine.precompute(chunks)
-        stats = engine.generate(rag(chunks), SHORT).stats
-        assert stats.hits == 4 and stats.recomputed_tokens > 0
-
     def test_coarser_entry_of_an_auxiliary_is_not_good_enough_for_a_primary(
         self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
     ) -> None:
@@ -413,10 +357,3 @@ class TestStore:
             assert torch.equal(ours.logits, theirs.logits)
         assert (ours.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
         assert first.is_stored(chunks[0]) and first.precompute(chunks) == 0  # finer than it needs is good enough
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_other_dtypes_run(self, make: Callable[..., CacheClipEngine], chunks: list[str], dtype: str) -> None:
-        engine = make(dtype=dtype)
-        engine.precompute(chunks)
-        stats = engine.generate(rag(chunks), SHORT).stats
-        assert stats.hits == 4 and stats.recomputed_tokens > 0

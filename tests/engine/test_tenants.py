@@ -51,13 +51,3 @@ class TestTiers:
         text = again.metrics.to_prometheus()
         assert "# TYPE cacheclip_store_bytes gauge" in text and "# TYPE cacheclip_store_hits_total counter" in text
         assert '\ncacheclip_store_evictions_total{tier="disk"} 0\n' in text
-
-    def test_a_damaged_chunk_is_counted(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
-        make(store=tmp_path).precompute(chunks[:2])
-        for path in tmp_path.glob("kv/*/*"):
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
-        engine = make(store=tmp_path)
-        engine.generate(rag_prompt(chunks[:2], "When?"), FEW)
-        assert engine.metrics.snapshot()['store_damaged_total{tier="disk"}'] >= 4

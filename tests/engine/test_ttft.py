@@ -85,36 +85,12 @@ def test_tokenising_counts(stored: CacheClipEngine, time: Clock, monkeypatch: py
     assert time.times(stored, method) == (1.0, 0.0)
 
 
-def test_tokenising_for_the_auxiliary_counts(
-    make: Callable[..., CacheClipEngine], time: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads the question with a tokenizer of its own."""
-    engine = make(method="cacheclip")
-    engine.precompute(CHUNKS)
-    engine.generate(rag_prompt(CHUNKS), PARAMS)
-    slow_tokenizers(engine.auxiliary, time, monkeypatch)
-    assert time.times(engine, "cacheclip") == (1.0, 0.0)
-
-
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_sampling_the_first_token_counts_and_the_others_do_not(
     stored: CacheClipEngine, time: Clock, method: str
 ) -> None:
     time.slow(transformers.TopPLogitsWarper, "__call__")
     assert time.times(stored, method) == (1.0, PARAMS.max_tokens - 1)
-
-
-def test_reading_the_store_counts(stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    get_each = stored.store.get_each
-
-    def slow(*args: Any, **options: Any) -> Any:
-        for found in get_each(*args, **options):
-            time.perf_counter()
-            time.sleep(1.0)
-            yield found
-
-    monkeypatch.setattr(stored.store, "get_each", slow)
-    assert time.times(stored, "direct") == (len(CHUNKS), 0.0)
 
 
 @pytest.mark.parametrize(("method", "seconds"), [("full", 2.0), ("direct", 3.0)])
@@ -139,12 +115,3 @@ def test_text_that_may_be_withdrawn_is_no_first_token(
     spent = time.perf_counter() - begin
     assert stats.ttft_s + stats.decode_s == spent
     assert stats.ttft_s == (1.0 if finish != "revise" else 2.0 if rows > 8 else spent)
-
-
-@pytest.mark.parametrize(("method", "prefill"), [("full", "prefill"), ("direct", "fuse")])
-def test_each_token_is_computed_in_its_own_time(
-    stored: CacheClipEngine, time: Clock, method: str, prefill: str
-) -> None:
-    time.slow(stored.primary, prefill)
-    time.slow(stored.primary, "decode_step")
-    assert time.times(stored, method) == (1.0, PARAMS.max_tokens - 1)

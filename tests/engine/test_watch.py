@@ -112,10 +112,6 @@ class TestWatch:
         assert list(answer.token_ids) == ids
         assert answer.stats.completed_at is None and answer.stats.verify_s == 0.0
 
-    def test_an_unsure_first_token_is_prefilled_in_full(self, make: Make) -> None:
-        answer = ask(make(), 1.0)
-        assert answer.stats.gated and answer.stats.completed_at is None
-
     def test_a_stream_is_the_answer_and_withdraws_nothing(self, make: Make) -> None:
         engine = make()
         least, at, _ = later_least(engine, "direct")

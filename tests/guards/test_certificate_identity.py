@@ -126,7 +126,11 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         ("owner", "attribute", "field"),
-        [(transformers, "__version__", "transformers"), (torch, "__version__", "torch")],
+        [
+            (transformers, "__version__", "transformers"),
+            (torch, "__version__", "torch"),
+            (identities, "__version__", "cacheclip_rag"),
+        ],
     )
     def test_versions(
         self, make: Make, monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, field: str
@@ -134,11 +138,6 @@ class TestSettings:
         before = identity(make())
         monkeypatch.setattr(owner, attribute, "99.0")
         assert changed(before, identity(make())) == {field}
-
-    def test_version_of_this_package(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = identity(make())
-        monkeypatch.setattr(identities, "__version__", "99.0")
-        assert changed(before, identity(make())) == {"cacheclip_rag"}
 
 
 class TestModels:
@@ -252,7 +251,3 @@ class TestMethods:
         mine = Mine(**{field.name: getattr(method, field.name) for field in fields(method)})
         assert changed(identity(engine, method), identity(engine, mine)) <= {"method", "method_settings"}
         assert identity(engine, method).digest() != identity(engine, mine).digest()
-
-    def test_the_context_of_chunks(self, make: Make) -> None:
-        found = [identity(make(chunk_context=context)) for context in ("prefix", "passages")]
-        assert changed(*found) == {"method_settings"}

@@ -186,13 +186,6 @@ class TestShadow:
         values = engine.metrics.snapshot()
         assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
 
-    def test_streamed_answers_too(self, make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(shadow_rate=1.0)
-        for _ in engine.stream(rag_prompt(CHUNKS), PARAMS):
-            pass
-        assert engine.wait_for_observers(30)
-        assert engine.metrics.snapshot()["shadow_checks_total"] == 1
-
     @pytest.mark.parametrize("rate", [0.0, 1.0])
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 0.72)])
     def test_verified_answers_are_compared_without_a_prefill(
@@ -332,7 +325,7 @@ class TestPromise:
         draw, gates = random.Random(5), (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
         guarantee, method = Guarantee(most, 0.95, 100, gates, None, None, None), preset("cacheclip")
 
-        def alarms(rate: float, streams: int, answers: int = 400) -> float:
+        def alarms(rate: float, streams: int, answers: int = 200) -> float:
             broken = 0
             for _ in range(streams):
                 watch = PromiseWatch(Metrics())
@@ -342,7 +335,7 @@ class TestPromise:
                 broken += watch.is_broken(method)
             return broken / streams
 
-        assert alarms(most, 200) <= 0.02
+        assert alarms(most, 100) <= 0.02
         assert alarms(2.5 * most, 20, round(60 / most)) == 1.0
         monkeypatch.setattr(promise, "FALSE_ALARM", 0.5)
         assert alarms(most, 100) > 0.1
