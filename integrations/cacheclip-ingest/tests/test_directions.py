@@ -80,11 +80,6 @@ def read(folder: Path, commands: str, font: str = "/F2") -> DocumentText:
 
 
 class TestDirections:
-    @pytest.mark.parametrize(("said", "shown"), READ_AND_SHOWN)
-    def test_lines(self, tmp_path: Path, said: str, shown: str) -> None:
-        text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj ET")
-        assert (text, text.notes) == (f"Lease.\n{said}", ())
-
     @pytest.mark.parametrize(("said", "shown"), GUESSED)
     def test_what_may_be_read_otherwise_is_noted(self, tmp_path: Path, said: str, shown: str) -> None:
         text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj ET")

@@ -49,30 +49,6 @@ def test_missing_path_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "is empty"),
-        (b"  \n\t ", "is empty"),
-        (b"PK\x03\x04\x00\x00\x00", "binary"),
-        ("caf\u00e9 na\u00efve".encode("latin-1"), "is not UTF-8"),
-    ],
-    ids=["empty", "blank", "binary", "latin-1"],
-)
-def test_bad_files_are_refused_with_a_reason(tmp_path: Path, data: bytes, message: str) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_bytes(data)
-    with pytest.raises(DocumentError, match=message):
-        read_document(path)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_byte_order_marks_and_line_ends_are_understood(tmp_path: Path, encoding: str) -> None:
-    path = tmp_path / "good.txt"
-    path.write_bytes("one \u2603\r\ntwo".encode(encoding))
-    assert read_document(path) == "one \u2603\ntwo"
-
-
-@pytest.mark.parametrize(
     ("reader", "name"),
     [("html_text", "a.html"), ("without_comments", "a.md"), ("cleaned", "a.txt"), ("decoded", "a.txt")],
 )

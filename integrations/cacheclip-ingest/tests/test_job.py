@@ -23,7 +23,6 @@ from cacheclip_rag import (
     ConfigurationError,
     DocumentError,
     DownloadError,
-    SamplingParams,
     StoreError,
 )
 from cacheclip_rag.models import checkpoints
@@ -81,29 +80,6 @@ def test_text_shared_by_two_documents_survives_the_removal_of_one(workshop: Work
     report = workshop.run()
     assert (report.removed, report.released) == (1, 0)
     assert all(workshop.engine.is_stored(text) for _, _, text in workshop.library.passages())
-
-
-def test_a_run_stopped_in_the_middle_is_resumed_without_computing_again(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
-    primary, calls = workshop.engine.primary, []
-    real = primary.encode_many
-
-    def stops_at_the_third(*chunks: Any) -> Any:
-        calls.append(chunks)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*chunks)
-
-    monkeypatch.setattr(primary, "encode_many", stops_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        workshop.run()
-    monkeypatch.setattr(primary, "encode_many", real)
-    report = workshop.run()
-    # the second text may not have been written for the auxiliary yet
-    assert report.chunks >= 4 and report.computed in (report.chunks - 1, report.chunks - 2)
-    assert len(workshop.library.documents()) == 2
 
 
 def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Workshop) -> None:
@@ -179,18 +155,6 @@ def test_passages_are_within_size_and_cover_the_text(
 def test_senseless_sizes_are_refused(size: int, overlap: int) -> None:
     with pytest.raises(ConfigurationError, match="expected chunk size"):
         Splitter(None, size, overlap)
-
-
-def test_a_lost_index_is_made_again(workshop: Workshop, chunks: list[str]) -> None:
-    """As its error message advises: move a damaged index away, ingest again; chunks are found in prompts as before."""
-    workshop.run()
-    workshop.engine.close()
-    for file in workshop.store.glob("catalog.sqlite3*"):
-        file.unlink()
-    workshop.engine = CacheClipEngine(workshop.engine.config)
-    assert workshop.run().unchanged == 2
-    prompt = "\n\n".join(text for _, _, text in workshop.library.passages())
-    assert workshop.engine.generate(prompt, SamplingParams(max_tokens=1)).stats.hits >= 3
 
 
 def test_identical_passages_do_not_crowd_out_others(workshop: Workshop) -> None:

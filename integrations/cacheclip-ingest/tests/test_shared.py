@@ -38,7 +38,7 @@ from cacheclip_ingest import Commit, Encode, encode_table, shared  # noqa: E402
 from cacheclip_ingest.job import ingest  # noqa: E402
 from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
-from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
+from cacheclip_ingest.shared import ingest_shared, plan_shared  # noqa: E402
 from cacheclip_shared.care import create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_shared.place import SharedPlace, tenant_folder  # noqa: E402
@@ -196,18 +196,6 @@ class TestStages:
 
 
 class TestJob:
-    def test_only_changes_are_encoded(self, config: EngineConfig, settings: LibrarySettings, documents: Path) -> None:
-        first = ingest_shared([str(documents)], config, settings)
-        assert (first.documents, first.added, first.unchanged, first.failed) == (4, 4, 0, [])
-        assert first.chunks >= first.computed > 0
-        assert ingest_shared([str(documents)], config, settings) == SharedReport(documents=4, unchanged=4)
-        (documents / "0.txt").unlink()
-        (documents / "1.txt").write_text(CHUNKS[0] + " It is new.")
-        again = ingest_shared([str(documents)], config, settings)
-        assert (again.documents, again.changed, again.unchanged, again.removed) == (3, 1, 2, 1) and again.computed > 0
-        assert {*texts_of(config)} == {str(documents / f"{n}.txt") for n in (1, 2, 3)}
-        assert not any(CHUNKS[1] in text for texts in texts_of(config).values() for text in texts)
-
     def test_documents_in_object_storage(self, config: EngineConfig, settings: LibrarySettings) -> None:
         root = f"{config.store}-documents"
         for number, text in enumerate(CHUNKS):

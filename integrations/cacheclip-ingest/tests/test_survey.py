@@ -265,12 +265,6 @@ class TestDocumentsThatAreTakenBack:
             assert "still stored; cacheclip store remove" in told["c.pdf"] and "still" not in told["new.pdf"]
         assert "c.pdf" in door.texts() and "new.pdf" not in door.texts()
 
-    def test_the_only_document(self, door: Door) -> None:
-        """Emptied, not missing: nobody is asked."""
-        door.run(door.documents / "sub")
-        door.write("sub/b.md", "")
-        assert door.run(door.documents / "sub").removed == 1 and door.texts() == {}
-
     def test_a_folder_that_was_moved_and_a_link_in_its_place(self, door: Door, tmp_path: Path) -> None:
         door.run()
         (door.documents / "sub").rename(tmp_path / "elsewhere")
@@ -442,19 +436,6 @@ class TestWhatIsLeftOut:
         for each in (planned, report):
             assert each.added == 2 and names_of(each.failed) == ["long.md"] and "smaller" in each.failed[0]["error"]
         assert sorted(door.texts()) == ["a.md", "sub/b.md"]
-
-    def test_a_document_that_changes_during_the_run(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-        digest_file = survey.digest_file
-
-        def changed_behind(path: Path) -> tuple[str, int]:
-            found = digest_file(path)
-            if path.name == "a.md":
-                path.write_text(path.read_text() + " It is still there.")
-            return found
-
-        monkeypatch.setattr(survey, "digest_file", changed_behind)
-        report = door.run()
-        assert report.added == 1 and "was changed" in report.failed[0]["error"]
 
 
 class TestRemoval:

@@ -56,20 +56,6 @@ def test_answers_as_the_engine(server: Served, own: dict[str, Any]) -> None:
     assert llm.model_name == NAME
 
 
-def test_settings_of_the_call(own: dict[str, Any]) -> None:
-    assert stats_of(PlainModel(**own, method="direct"))["method"] == "direct"
-    assert stats_of(PlainModel(**own), method="direct", max_tokens=2)["generated_tokens"] == 2
-    assert stats_of(PlainModel(**own, recompute_ratio=0.5, method="cacheclip"))["nominal_ratio"] == 0.5
-
-
-def test_documents_are_candidates(own: dict[str, Any]) -> None:
-    new = "The keeper counted nineteen ships and wrote them into a book. " * 2
-    first = stats_of(PlainModel(**own), f"{new}\n\nHow many?", documents=[new])
-    assert (first["hits"], first["misses"]) == (0, 1)
-    while stats_of(PlainModel(**own), f"{new}\n\nHow many?")["hits"] == 0:  # stored after the answer
-        pass
-
-
 def test_tenants(own: dict[str, Any]) -> None:
     assert stats_of(PlainModel(**{**own, "api_key": NORTH}))["hits"] == 0
     assert stats_of(PlainModel(**{**own, "api_key": NORTH}, namespace="east"))["hits"] == 0

@@ -106,12 +106,6 @@ class TestOpenAI:
         answer = served.engine.generate(MESSAGES, max_tokens=12, temperature=1.0, seed=7)
         assert said.choices[0].message.content == answer.text
 
-    def test_stop(self, served: Served, client: OpenAI) -> None:
-        text = ask(client).choices[0].message.content
-        stopped = ask(client, stop=[text[5:8], "never written"])
-        assert stopped.choices[0].message.content == text[: text.index(text[5:8])]
-        assert stopped.choices[0].finish_reason == "stop"
-
     def test_roles_and_parts(self, served: Served, client: OpenAI) -> None:
         messages: list[Any] = [
             {"role": "developer", "content": "Be short."},
@@ -229,10 +223,6 @@ class TestSeveral:
         cached = said.choices[0].cacheclip["reused_tokens"]
         assert said.usage.prompt_tokens_details.cached_tokens == cached
 
-    def test_without_a_seed(self, client: OpenAI) -> None:
-        said = ask(client, n=8, temperature=1.5)
-        assert len({choice.message.content for choice in said.choices}) > 1
-
 
 class TestTools:
     def test_a_forced_call(self, client: OpenAI) -> None:
@@ -317,15 +307,6 @@ class TestFrameworks:
         bound = llm.bind_tools([TOOL], tool_choice="search").bind(max_tokens=200)
         assert bound.invoke(PROMPT).tool_calls[0]["name"] == "search"
 
-    def test_llama_index(self, served: Served, client: OpenAI) -> None:
-        from llama_index.llms.openai_like import OpenAILike
-
-        own: dict[str, Any] = {"api_base": served.url, "api_key": "unused", "model": NAME, "max_tokens": 12}
-        llm = OpenAILike(**own, temperature=0.0, is_chat_model=True, context_window=4096)
-        expected = served.engine.generate(MESSAGES, max_tokens=12).text
-        assert llm.complete(PROMPT).text == expected
-        assert [response.text for response in llm.stream_complete(PROMPT)][-1] == expected
-
 
 class TestOtherPaths:
     def test_models(self, served: Served, client: OpenAI) -> None:
@@ -334,13 +315,6 @@ class TestOtherPaths:
         assert found.model_extra is not None
         assert found.model_extra["max_model_len"] == served.engine.primary.context_tokens
         assert found.model_extra["cacheclip"] == {"uses_tools": True, "can_constrain": True}
-
-    def test_shadow_checks(self, config: EngineConfig) -> None:
-        with running(replace(config, shadow_rate=1.0)) as served:
-            served.engine.precompute(CHUNKS)
-            assert served.chat(PROMPT).json()["cacheclip"]["hits"] == len(CHUNKS)
-            served.engine.wait_for_observers()
-            assert "cacheclip_shadow_greedy_checks_total 1\n" in served.client.get("/metrics").text
 
     def test_metrics(self, served: Served, client: OpenAI) -> None:
         def read() -> dict[str, float]:

@@ -217,10 +217,6 @@ class TestAnswers:
     def test_of_instructions_that_say_nothing(self, role: str, fields: dict[str, Any]) -> None:
         assert read({"role": role, **fields}) == [{"role": "system", "content": ""}]
 
-    def test_parts_that_are_cached(self) -> None:
-        parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in "ab"]
-        assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
-
 
 OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
 

@@ -205,12 +205,6 @@ def test_of_a_body_that_is_no_json(served: Served, body: bytes) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_of_a_stream_of_several_answers(served: Served) -> None:
-    response = served.chat(n=2, stream=True)
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == "stream" and "not streamed" in error["message"]
-
-
 def test_of_prompts_that_are_too_long_together(served: Served) -> None:
     each = "word " * 10_000
     response = served.client.post("/v1/completions", json={"prompt": [each, each]})
