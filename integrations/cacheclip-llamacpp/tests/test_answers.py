@@ -117,19 +117,6 @@ def test_it_is_no_auxiliary(make: MakeEngine) -> None:
 
 
 class TestFrameworks:
-    def test_langchain(self, engine: CacheClipEngine) -> None:
-        from langchain_cacheclip import ChatCacheClip
-
-        llm = ChatCacheClip(primary=engine.config.primary, store=engine.config.store, method="epic", max_tokens=4)
-        message = llm.invoke(PROMPT)
-        assert message.response_metadata["cacheclip"]["hits"] == len(CHUNKS)
-
-    def test_llama_index(self, engine: CacheClipEngine) -> None:
-        from llama_index.llms.cacheclip import CacheClipLLM
-
-        llm = CacheClipLLM(primary=engine.config.primary, store=engine.config.store, method="epic", max_tokens=4)
-        assert llm.complete(PROMPT).additional_kwargs["cacheclip"]["hits"] == len(CHUNKS)
-
     def test_what_is_known_without_loading(
         self, files: dict[str, Path], tool_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

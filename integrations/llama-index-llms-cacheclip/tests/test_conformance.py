@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Generator
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
-from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.llms import LLM
@@ -89,14 +88,6 @@ class LLMConformance:
         assert "".join(llm.stream(PromptTemplate("Say {what}."), what="hello"))
         chat = ChatPromptTemplate([ChatMessage(role=MessageRole.USER, content="Say {what}.")])
         assert llm.predict(chat, what="hello")
-
-    def test_callbacks_start_and_end(self, llm: LLM) -> None:
-        debug = LlamaDebugHandler(print_trace_on_end=False)
-        llm = llm.model_copy(update={"callback_manager": CallbackManager([debug])})
-        llm.complete(PROMPT)
-        list(llm.stream_chat(MESSAGES))
-        pairs = debug.get_event_pairs(CBEventType.LLM)
-        assert [len(pair) for pair in pairs] == [2, 2]
 
     def test_events(self, llm: LLM, seen: Events) -> None:
         llm.chat(MESSAGES)

@@ -106,31 +106,6 @@ class TestEngines:
         assert collector() is None
         assert "cacheclip" not in index.as_query_engine(llm=MockLLM(), similarity_top_k=2).query(question).metadata
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    async def test_an_agent_that_reasons_in_text(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        chunks: list[str],
-        seen: Events,
-    ) -> None:
-        """What its tool found is in the next prompt, and reused."""
-        llm.engine.precompute([chunks[0]])
-
-        def search(query: str) -> str:
-            """Find texts about the island."""
-            return chunks[0]
-
-        asked = scripted(
-            llm,
-            'Thought: I need to look.\nAction: search\nAction Input: {"query": "lamp"}',
-            "Thought: I can answer without using any more tools. I'll use the user's language to answer\nAnswer: 1871",
-        )
-        agent = ReActAgent(tools=[FunctionTool.from_defaults(search)], llm=llm, streaming=False)
-        assert "1871" in str(await agent.run("When was the lamp changed?"))
-        assert len(asked) == 2 and chunks[0] in asked[1]
-        assert [event.hits for event in seen.fusions] == [0, 1]
-
 
 class TestWhatTheModelReads:
     """Chunks are known by the text that a model reads, whatever node it comes from."""
@@ -169,49 +144,6 @@ class TestWhatTheModelReads:
         read = [each.node.get_content(metadata_mode=MetadataMode.NONE) for each in response.source_nodes]
         tokens = sum(len(llm.engine.primary.tokenize(window)) for window in read)
         assert stats["chunk_tokens"] >= 0.9 * tokens
-
-    def test_windows_that_are_given_are_parts_too(
-        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Events
-    ) -> None:
-        """A synthesizer that tells the engine the windows: what the document's chunks cover is not stored again."""
-        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
-        documents = [Document(text=" ".join(chunks[:3]))]
-        CacheClipTransform.from_llm(llm)(SentenceSplitter(chunk_size=512, chunk_overlap=0)(documents))
-        windows = SentenceWindowNodeParser.from_defaults(window_size=2).get_nodes_from_documents(documents)
-        engine = RetrieverQueryEngine.from_args(
-            VectorStoreIndex(windows, embed_model=WordEmbedding()).as_retriever(similarity_top_k=2),
-            llm=llm,
-            response_synthesizer=CacheClipSynthesizer(llm=llm),
-            node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
-        )
-        response = engine.query(question)
-        stats = seen.fusions[-1].stats
-        assert stats["hits"] >= 2 and (stats["misses"], stats["not_found"]) == (0, 0)
-        read = [each.node.get_content(metadata_mode=MetadataMode.NONE) for each in response.source_nodes]
-        assert not any(map(llm.engine.is_stored, read))
-        tokens = sum(len(llm.engine.primary.tokenize(window)) for window in read)
-        assert stats["chunk_tokens"] >= 0.8 * tokens, "the parser's two blanks differ"
-
-    def test_merged_parents_hit_if_they_were_precomputed(
-        self,
-        llm: CacheClipLLM,
-        chunks: list[str],
-        question: str,
-        seen: Events,
-    ) -> None:
-        """Precompute every level of the hierarchy: which one is read depends on the question."""
-        parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64])
-        nodes = parser.get_nodes_from_documents([Document(text=" ".join(chunks[:3]))])
-        CacheClipTransform.from_llm(llm)(nodes)
-        docstore = SimpleDocumentStore()
-        docstore.add_documents(nodes)
-        storage = StorageContext.from_defaults(docstore=docstore)
-        leaves = VectorStoreIndex(get_leaf_nodes(nodes), storage_context=storage, embed_model=WordEmbedding())
-        retriever = AutoMergingRetriever(leaves.as_retriever(similarity_top_k=6), storage, simple_ratio_thresh=0.0)
-        engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
-        read = engine.query(question).source_nodes
-        assert any(each.node.child_nodes for each in read), "merging happened"
-        assert [(event.hits, event.misses) for event in seen.fusions] == [(len(read), 0)]
 
 
 class TestAtOnce:

@@ -11,7 +11,6 @@ import pytest
 from adapter_cases import FEW, OTHERS, OURS, Town, in_loop, raised
 from cacheclip_testing import fake_of
 from llama_index.core import Settings, VectorStoreIndex
-from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
@@ -73,32 +72,6 @@ class TestLlamaIndex:
             fake_of(llm.engine).error = error
             for way in ways:
                 raised(error, way)
-
-    @pytest.mark.parametrize("mode", ["simple", "context", "condense_question", "condense_plus_context"])
-    def test_chat_engines(self, llm: CacheClipLLM, mode: str) -> None:
-        index = VectorStoreIndex([each.node for each in nodes()], embed_model=WordEmbedding())
-        engine = index.as_chat_engine(chat_mode=mode, llm=llm)
-
-        async def streamed() -> None:
-            await adrain(await engine.astream_chat("How many?"))
-
-        for error in FEW:
-            fake_of(llm.engine).error = error
-            raised(error, lambda: engine.chat("How many?"))
-            raised(error, lambda: [*engine.stream_chat("How many?").response_gen])
-            raised(error, in_loop(lambda: engine.achat("How many?")))
-            raised(error, in_loop(streamed))
-
-    @pytest.mark.parametrize("kind", [ReActAgent, FunctionAgent])
-    def test_agents(self, llm: CacheClipLLM, kind: type) -> None:
-        llm.is_function_calling_model = True
-
-        async def asked() -> None:
-            await kind(tools=[], llm=llm).run("How many?")
-
-        for error in FEW:
-            fake_of(llm.engine).error = error
-            raised(error, in_loop(asked))
 
     def test_what_goes_on_by_design_logs(self, llm: CacheClipLLM, caplog: pytest.LogCaptureFixture) -> None:
         """The sub-question engine answers without the questions that fail."""

@@ -8,14 +8,14 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter_cases import join_workers
 from cacheclip_testing import Latch, fake_models, fake_of
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document
 from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.ingestion import IngestionPipeline
@@ -23,10 +23,8 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-from llama_index_cases import WordEmbedding
 
 from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary
@@ -74,45 +72,7 @@ def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     )
 
 
-@pytest.fixture
-def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
-    return index_of(llm, chunks)
-
-
-def index_of(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
-    nodes = [TextNode(text=chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
-    CacheClipTransform.from_llm(llm)(nodes)
-    return VectorStoreIndex(nodes, embed_model=WordEmbedding())
-
-
-def ask(engine: RetrieverQueryEngine, question: str) -> str:
-    return str(engine.query(question))
-
-
-def drain(engine: RetrieverQueryEngine, question: str) -> str:
-    return "".join(engine.query(question).response_gen)
-
-
-async def adrain(engine: RetrieverQueryEngine, question: str) -> str:
-    response = await engine.aquery(question)
-    return "".join([token async for token in response.async_response_gen()])
-
-
 # -- stock query engines --------------------------------------------------------------------------------------------
-
-
-async def test_stock_query_engine_four_ways(
-    llm: CacheClipLLM, index: VectorStoreIndex, question: str, answers: Answers
-) -> None:
-    whole = index.as_query_engine(llm=llm, similarity_top_k=2)
-    streamed = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
-    assert type(whole) is RetrieverQueryEngine
-    texts = [ask(whole, question), drain(streamed, question), str(await whole.aquery(question))]
-    texts.append(await adrain(streamed, question))
-    assert texts[0].strip()
-    assert texts == [texts[0]] * 4
-    assert [stats["hits"] for stats in answers.stats] == [2, 2, 2, 2]
-    assert all(stats["misses"] == 0 and stats["reused_tokens"] > 0 for stats in answers.stats)
 
 
 # -- ingestion ------------------------------------------------------------------------------------------------------
@@ -154,14 +114,6 @@ async def test_the_pipelines_cache_does_not_skip_what_is_lost(
     assert again.cache.cache.get_all(collection=again.cache.collection)
     await run(again)
     assert len(encoded) == len(texts)
-
-
-async def test_async_pipeline_runs_off_the_loop(llm: CacheClipLLM, chunks: list[str]) -> None:
-    nodes = await pipeline_for(llm).arun(documents=[Document(text=chunks[0])])
-    assert llm.engine.is_stored(nodes[0].get_content(MetadataMode.LLM))
-    threads = fake_of(llm.engine).threads["encode"]
-    assert threads
-    assert threading.main_thread() not in threads
 
 
 def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLLM, chunks: list[str]) -> None:
@@ -239,25 +191,6 @@ def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
 
 
 # -- the eight calls ------------------------------------------------------------------------------------------------
-
-
-async def test_complete_four_ways(llm: CacheClipLLM) -> None:
-    whole = llm.complete(PROMPT)
-    stream = llm.stream_complete(PROMPT)
-    assert isinstance(stream, Generator)
-    streamed = list(stream)
-    astream = await llm.astream_complete(PROMPT)
-    assert isinstance(astream, AsyncGenerator)
-    astreamed = [response async for response in astream]
-    assert whole.text
-    assert (await llm.acomplete(PROMPT)).text == whole.text
-    for responses in (streamed, astreamed):
-        assert [r.text for r in responses] == [
-            "".join(r.delta for r in responses[: n + 1]) for n in range(len(responses))
-        ]
-        assert responses[-1].text == whole.text
-        assert responses[-1].raw == whole.raw
-        assert all("cacheclip" not in r.additional_kwargs for r in responses[:-1])
 
 
 async def test_reused_tokens_are_in_the_standard_fields(llm: CacheClipLLM, chunks: list[str], question: str) -> None:
@@ -347,26 +280,6 @@ async def test_completion_to_prompt_is_applied_once_in_every_call(llm: CacheClip
         assert list(shouting.stream_complete(PROMPT, formatted=formatted))[-1].text == expected
         stream = await shouting.astream_complete(PROMPT, formatted=formatted)
         assert [part async for part in stream][-1].text == expected
-
-
-async def test_stop_in_every_call(llm: CacheClipLLM) -> None:
-    text = llm.complete(PROMPT).text
-    stop = text[2:4]
-    before = text[: text.index(stop)]
-    messages = [ChatMessage(role=MessageRole.USER, content=PROMPT)]
-    assert llm.model_copy(update={"stop": [stop]}).complete(PROMPT).text == before
-    for given in (stop, [stop]):
-        found = {
-            "complete": llm.complete(PROMPT, stop=given).text,
-            "acomplete": (await llm.acomplete(PROMPT, stop=given)).text,
-            "stream_complete": list(llm.stream_complete(PROMPT, stop=given))[-1].text,
-            "astream_complete": [part async for part in await llm.astream_complete(PROMPT, stop=given)][-1].text,
-            "chat": llm.chat(messages, stop=given).message.content,
-            "achat": (await llm.achat(messages, stop=given)).message.content,
-            "stream_chat": list(llm.stream_chat(messages, stop=given))[-1].message.content,
-            "astream_chat": [part async for part in await llm.astream_chat(messages, stop=given)][-1].message.content,
-        }
-        assert found == dict.fromkeys(found, before)
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:

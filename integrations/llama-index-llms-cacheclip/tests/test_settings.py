@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
-from llama_index.core.base.llms.types import ChatMessage
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.adapters import EngineFields, ServedFields
 from cacheclip_rag.methods import preset
-from cacheclip_rag.models import load_model
 
 PROMPT = "Where did the keeper live?"
 
@@ -63,37 +60,3 @@ def test_equal_settings_share_an_engine(tiny_models: dict[str, str], tmp_path: P
     assert llm.engine is transform.engine is not CacheClipLLM(**settings, namespace="other").engine
     again = CacheClipLLM.from_engine(llm.engine, max_new_tokens=3)
     assert again.engine is again.model_copy(update={"method": "full"}).engine is llm.engine and again.max_tokens == 3
-
-
-def test_finish(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """LlamaIndex's streams cannot withdraw text."""
-    monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
-    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    own = {"chunk_context": CACHECLIP["chunk_context"], "prefix_cache_bytes": 0}
-    llm = CacheClipLLM(**models, method="direct", max_tokens=12, engine_kwargs=own, finish="revise")
-    llm.engine.precompute(CHUNKS)
-    prompt = rag_prompt(CHUNKS)
-    full = llm.complete(prompt, method="full").text
-    assert llm.complete(prompt, finish="none").text != full
-    found = [part.delta or "" for part in llm.stream_complete(prompt)]
-    assert "".join(found) == full and found[0] == "", "text that may be withdrawn is held back"
-    answer = llm.complete(prompt)
-    stats = answer.additional_kwargs["cacheclip"]
-    assert answer.text == full and stats["verified_tokens"] == 12 and stats["diverged_at"] is not None
-
-
-SYSTEM, QUESTION = "Answer in one word.", "Where did the keeper of the lighthouse live?"
-
-
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4}], ids=["greedy", "penalty"])
-def test_answers_are_those_of_transformers(tiny_models: dict[str, str], options: dict[str, Any]) -> None:
-    """Nothing but the model is swapped: with nothing stored, answers to the same messages are equal."""
-    folder = tiny_models["gemma3"]
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    found = model.generate(**ids, max_new_tokens=24, do_sample=False, **options)
-    expected = tokenizer.decode(found[0][ids["input_ids"].shape[1] :], skip_special_tokens=True)
-    llm = CacheClipLLM(model_name=folder, auxiliary=None, max_tokens=24, **options)
-    chat = [ChatMessage(role="system", content=SYSTEM), ChatMessage(role="user", content=QUESTION)]
-    assert llm.chat(chat).message.content == expected != ""

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 from cacheclip_testing.plugin import CACHECLIP, CHUNKS, rag_prompt
-from langchain_cacheclip import CacheClipLLM, ChatCacheClip
-from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_cacheclip import ChatCacheClip
 from pydantic import BaseModel
 
 from cacheclip_rag import EngineConfig
@@ -45,27 +43,6 @@ def test_the_same_metadata(server: Any, own: dict[str, Any]) -> None:
     assert set(said.response_metadata) == set(same.response_metadata)
     assert said.usage_metadata == same.usage_metadata
     assert said.response_metadata["model_name"] == serve_cases.NAME
-
-
-def test_streams(own: dict[str, Any]) -> None:
-    llm = ChatCacheClip(**own)
-    chunks = list(llm.stream(PROMPT))
-    whole = llm.invoke(PROMPT)
-    assert "".join(str(chunk.content) for chunk in chunks) == whole.content and len(chunks) > 4
-    assert chunks[-1].response_metadata["cacheclip"]["hits"] == len(CHUNKS)
-    assert "".join(CacheClipLLM(**own).stream(PROMPT)) == whole.content
-
-
-def test_messages(server: Any, own: dict[str, Any]) -> None:
-    call = {"name": "search", "args": {"words": "x"}, "id": "abcdefghi"}
-    messages = [
-        SystemMessage("Be short."),
-        HumanMessage("Search."),
-        AIMessage("", tool_calls=[call]),
-        ToolMessage(CHUNKS[0], tool_call_id="abcdefghi", artifact=[Document(CHUNKS[0])]),
-    ]
-    local = ChatCacheClip.from_engine(server.engine, max_tokens=12)
-    assert ChatCacheClip(**own).invoke(messages).content == local.invoke(messages).content
 
 
 class Year(BaseModel):

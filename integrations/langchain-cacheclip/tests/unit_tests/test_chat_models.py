@@ -14,10 +14,7 @@ import pytest
 from adapter_cases import join_workers
 from cacheclip_testing import Latch, fake_models, fake_of, messages_of
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
-from langchain_cases import RAG_PROMPT, Recorder, WordRetriever
-from langchain_classic.chains import create_retrieval_chain
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.chains.question_answering import load_qa_chain
+from langchain_cases import Recorder
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
@@ -31,7 +28,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.runnables import ConfigurableField, Runnable
+from langchain_core.runnables import ConfigurableField
 
 from cacheclip_rag import ConfigurationError, PromptTooLongError, __version__
 from cacheclip_rag.runtime import Message
@@ -58,46 +55,7 @@ def documents(chunks: list[str]) -> list[Document]:
     return [Document(chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
 
 
-def chain_of(llm: ChatCacheClip, documents: list[Document]) -> Runnable[Any, Any]:
-    llm.engine.precompute(document.page_content for document in documents)
-    return create_retrieval_chain(WordRetriever(documents=documents), create_stuff_documents_chain(llm, RAG_PROMPT))
-
-
 # -- stock chains ---------------------------------------------------------------------------------------------------
-
-
-async def test_stock_retrieval_chain_four_ways(llm: ChatCacheClip, documents: list[Document], question: str) -> None:
-    chain = chain_of(llm, documents)
-    recorder = Recorder()
-    query, config = {"input": question}, {"callbacks": [recorder]}
-    texts = [
-        chain.invoke(query, config)["answer"],
-        "".join(part.get("answer", "") for part in chain.stream(query, config)),
-        (await chain.ainvoke(query, config))["answer"],
-        "".join([part.get("answer", "") async for part in chain.astream(query, config)]),
-    ]
-    assert texts[0].strip()
-    assert texts == [texts[0]] * 4
-    assert [m.response_metadata["cacheclip"]["hits"] for m in recorder.messages] == [2, 2, 2, 2]
-    for message in recorder.messages:
-        assert message.usage_metadata["input_token_details"]["cache_read"] > 0
-    first, *others = [message.usage_metadata for message in recorder.messages]
-    assert others == [others[0]] * 3
-    # the start of the prompt, computed in the first answer, is kept for the others
-    assert first["input_token_details"]["cache_read"] <= others[0]["input_token_details"]["cache_read"]
-    assert {**first, "input_token_details": None} == {**others[0], "input_token_details": None}
-
-
-@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
-@pytest.mark.parametrize("kind", ["stuff", "refine", "map_reduce"])
-def test_older_chains_hit_every_chunk(llm: ChatCacheClip, documents: list[Document], question: str, kind: str) -> None:
-    llm.engine.precompute(document.page_content for document in documents)
-    recorder = Recorder()
-    inputs = {"input_documents": documents, "question": question}
-    assert load_qa_chain(llm, chain_type=kind).invoke(inputs, {"callbacks": [recorder]})["output_text"].strip()
-    stats = [message.response_metadata["cacheclip"] for message in recorder.messages]
-    assert len(stats) == {"stuff": 1, "refine": 4, "map_reduce": 5}[kind]
-    assert sum(each["hits"] for each in stats) == len(documents) and not any(each["misses"] for each in stats)
 
 
 def test_documents_as_candidates(llm: ChatCacheClip, documents: list[Document]) -> None:
@@ -260,45 +218,6 @@ def test_half_a_character_in_an_earlier_call(llm: ChatCacheClip, read: Read) -> 
 
 
 # -- options --------------------------------------------------------------------------------------------------------
-
-
-def test_call_options(llm: ChatCacheClip) -> None:
-    assert llm.invoke(PROMPT, max_tokens=3).usage_metadata["output_tokens"] <= 3
-    assert llm.bind(max_new_tokens=2).invoke(PROMPT).usage_metadata["output_tokens"] <= 2
-    assert llm.invoke(PROMPT, method="full").response_metadata["cacheclip"]["method"] == "full"
-    assert llm.invoke(PROMPT, recompute_ratio=0.5).response_metadata["cacheclip"]["nominal_ratio"] == 0.5
-
-
-def test_seeds(tiny: ChatCacheClip) -> None:
-    hot = [tiny.invoke(PROMPT, temperature=5.0, seed=seed).content for seed in (1, 1, 2)]
-    assert hot[0] == hot[1] != hot[2]
-
-
-@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
-async def test_stop_in_every_call(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
-    model: Any = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=12)
-    inputs: Any = [[HumanMessage(PROMPT)]] if kind is ChatCacheClip else [PROMPT]
-    text = said(model.invoke(PROMPT))
-    stop = [text[2:4]]
-    before = text[: text.index(stop[0])]
-    assert said(model.bind(stop=stop).invoke(PROMPT)) == said(await model.bind(stop=stop).ainvoke(PROMPT)) == before
-    assert said(model.model_copy(update={"stop": stop}).invoke(PROMPT)) == before
-    found = {
-        "invoke": said(model.invoke(PROMPT, stop=stop)),
-        "ainvoke": said(await model.ainvoke(PROMPT, stop=stop)),
-        "stream": "".join(said(part) for part in model.stream(PROMPT, stop=stop)),
-        "astream": "".join([said(part) async for part in model.astream(PROMPT, stop=stop)]),
-        "batch": said(model.batch([PROMPT], stop=stop)[0]),
-        "abatch": said((await model.abatch([PROMPT], stop=stop))[0]),
-        "generate": model.generate(inputs, stop=stop).generations[0][0].text,
-        "agenerate": (await model.agenerate(inputs, stop=stop)).generations[0][0].text,
-    }
-    assert found == dict.fromkeys(found, before)
-
-
-def said(answer: Any) -> str:
-    """The text of a message, or of a text model's answer."""
-    return str(answer if isinstance(answer, str) else answer.content)
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> None:

@@ -9,7 +9,6 @@ from adapter_cases import FEW, OTHERS, OURS, in_loop, raised
 from cacheclip_testing import fake_models, fake_of
 from langchain_cacheclip import CacheClipLLM as TextCacheClip, ChatCacheClip
 from langchain_core.runnables import RunnableLambda, RunnableParallel
-from langgraph.prebuilt import ToolNode
 
 
 @pytest.fixture
@@ -33,23 +32,3 @@ class TestLangChain:
                 raised(error, in_loop(lambda chain=chain: chain.ainvoke("How many?")))
                 raised(error, lambda chain=chain: [*chain.stream("How many?")])
                 raised(error, lambda chain=chain: chain.batch(["How many?"]))
-
-    def test_tools_of_agents(self, chat: ChatCacheClip) -> None:
-        """A tool that asks our model."""
-        from langchain_core.messages import AIMessage
-        from langchain_core.tools import tool
-        from langgraph.graph import END, START, MessagesState, StateGraph
-
-        @tool
-        def berths(question: str) -> str:
-            """How many berths there are."""
-            return str(chat.invoke(question).content)
-
-        graph = StateGraph(MessagesState)
-        graph.add_node("tools", ToolNode([berths]))
-        graph.add_edge(START, "tools")
-        graph.add_edge("tools", END)
-        call = AIMessage("", tool_calls=[{"name": "berths", "args": {"question": "How many?"}, "id": "1"}])
-        for error in FEW:
-            fake_of(chat.engine).error = error
-            raised(error, lambda: graph.compile().invoke({"messages": [call]}))

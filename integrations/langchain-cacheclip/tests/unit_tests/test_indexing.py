@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_cases import exit_code_of, join_workers
-from cacheclip_testing import FakeRuntime, Latch, fake_models, fake_of
-from cacheclip_testing.plugin import CHUNKS
+from cacheclip_testing import fake_models, fake_of
 from langchain_cacheclip import (
     CacheClipDocumentStore,
     CacheClipDocumentTransformer,
@@ -24,12 +18,10 @@ from langchain_cacheclip import (
     create_cacheclip_documents_chain,
 )
 from langchain_cases import RAG_PROMPT
-from langchain_classic.indexes import SQLRecordManager
 from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.indexing import IndexingResult, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -37,7 +29,6 @@ from langchain_text_splitters import CharacterTextSplitter
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.methods import preset, vary
-from cacheclip_rag.models import register_runtime
 
 TOO_LONG = "word " * 5000
 
@@ -364,90 +355,6 @@ class TestOrder:
         llm.engine.release(sources=["file-1"])
         assert stored(llm, documents[:2]) == [True, False]
 
-    async def test_cancelled_it_stops_at_the_next_batch(
-        self,
-        store: CacheClipVectorStore,
-        llm: ChatCacheClip,
-        documents: list[Document],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
-        runtime = fake_of(llm.engine)
-        for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
-            llm.engine.release([document.page_content for document in documents])
-            runtime.encoding, before = Latch(), set(threading.enumerate())
-            workers = ThreadPoolExecutor()
-            asyncio.get_running_loop().set_default_executor(workers)
-            task = asyncio.create_task(adding(documents))
-            assert await asyncio.to_thread(runtime.encoding.reached.wait, 10)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            runtime.encoding.open()
-            workers.shutdown()  # its idle threads would be waited for
-            join_workers(before)
-            assert stored(llm, documents) == [True, False, False, False]
-            assert store.get_by_ids([documents[0].id]) == []
-
-    def test_killed_and_repeated(self, tmp_path: Path) -> None:
-        """kill -9 while the KV of a chunk is computed, in the second batch."""
-        settings = (str(tmp_path), "fake:killed", "fake:killed-auxiliary")
-        documents = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(CHUNKS)]
-        register_runtime("fake", Killed)
-        assert exit_code_of(lambda: run_pipeline(*settings, documents)) == -signal.SIGKILL
-        register_runtime("fake", FakeRuntime)
-        half = OnDisk.load(str(tmp_path / "vectors.json"), DeterministicFakeEmbedding(size=8))
-        assert len(half.store) == 2, "nothing is found that is not precomputed"
-        llm, vectors, result = run_pipeline(*settings, documents)
-        assert result == {"num_added": 2, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
-        assert sorted(each["text"] for each in vectors.store.values()) == sorted(CHUNKS)
-        assert llm.engine.store.stats().entries == 2 * (1 + len(CHUNKS)), "of each model: the prefix, and every chunk"
-        assert hits(llm, documents) == len(llm.engine.texts.texts()) == len(CHUNKS)
-        llm, vectors, result = run_pipeline(*settings, documents)
-        assert result == {"num_added": 0, "num_updated": 0, "num_skipped": 4, "num_deleted": 0}
-        llm, vectors, result = run_pipeline(*settings, [])
-        assert result["num_deleted"] == 4 and vectors.store == {}
-        assert stored(llm, documents) == [False] * 4 and llm.engine.texts.texts() == []
-
-
-class OnDisk(InMemoryVectorStore):
-    """Written whole after every change."""
-
-    path: str
-
-    def add_documents(self, *args: Any, **kwargs: Any) -> list[str]:
-        added = super().add_documents(*args, **kwargs)
-        self.dump(self.path)
-        return added
-
-
-def run_pipeline(
-    folder: str, model: str, auxiliary: str, documents: list[Document]
-) -> tuple[ChatCacheClip, OnDisk, IndexingResult]:
-    """One run over vectors, records and chunk caches in ``folder``, two documents a batch."""
-    path, embedding = f"{folder}/vectors.json", DeterministicFakeEmbedding(size=8)
-    vectors = OnDisk.load(path, embedding) if Path(path).is_file() else OnDisk(embedding)
-    vectors.path = path
-    llm = ChatCacheClip(primary=model, auxiliary=auxiliary, store=f"{folder}/store", max_tokens=2)
-    records = SQLRecordManager("test", db_url=f"sqlite:///{folder}/records.sqlite3")
-    records.create_schema()
-    options: Any = {"cleanup": "full", "batch_size": 2, "key_encoder": "blake2b"}
-    result = index(documents, records, CacheClipVectorStore(vectors, llm), **options)
-    records.engine.dispose()
-    return llm, vectors, result
-
-
-class Killed(FakeRuntime):
-    """Ends its process at the third chunk, after two batches of two chunks and one, for two models."""
-
-    chunks = 0
-
-    def encode(self, ids: Sequence[int], context: Any = None) -> Any:
-        Killed.chunks += context is not None  # the shared prefix has none
-        if Killed.chunks == 2 * 2 + 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(ids, context)
-
 
 class TestStoredByAnswers:
     """What is stored after an answer goes with its document."""
@@ -492,20 +399,6 @@ class TestStoredByAnswers:
 
 
 class TestPlan:
-    def test_it_says_what_adding_takes(
-        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
-    ) -> None:
-        store.add_documents(documents[:1])
-        before = llm.engine.store.stats()
-        plan = store.plan([*documents, documents[3], Document("  ")])
-        assert llm.engine.store.stats() == before and len(store.similarity_search("x")) == 1
-        assert (plan.chunks, plan.computed) == (5, 3)
-        assert plan.tokens == sum(len(llm.get_token_ids(each.page_content)) for each in documents[1:])
-        assert plan.seconds > 0
-        store.add_documents(documents)
-        assert plan.bytes == llm.engine.store.stats().bytes - before.bytes
-        assert store.plan(documents).computed == 0
-
     def test_of_a_document_too_long(self, store: CacheClipVectorStore) -> None:
         with pytest.raises(ContextOverflowError, match="Split the document"):
             store.plan([Document(TOO_LONG)])

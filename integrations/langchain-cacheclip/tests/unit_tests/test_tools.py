@@ -139,15 +139,6 @@ class TestLangChain:
             assert answered.content == "On the rock."
             assert answered.response_metadata["cacheclip"]["hits"] == 2
 
-    @pytest.mark.parametrize("strategy", ["plain", "provider", "tool"])
-    def test_an_agents_response_format(self, settings: dict[str, Any], strategy: str) -> None:
-        from langchain.agents import create_agent
-        from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
-
-        wanted = {"plain": Keeper, "provider": ProviderStrategy(Keeper), "tool": ToolStrategy(Keeper)}[strategy]
-        agent = create_agent(ChatCacheClip(**settings), [], response_format=wanted)
-        assert isinstance(agent.invoke({"messages": [("user", "Who?")]})["structured_response"], Keeper)
-
     def test_with_tools_an_agent_calls_them_before_it_answers(self, chat: ChatCacheClip) -> None:
         """A response format does not keep the model from its tools."""
         from langchain.agents import create_agent
