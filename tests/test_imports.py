@@ -117,17 +117,6 @@ def test_every_module_has_a_layer() -> None:
         layer_of("elsewhere.module")
 
 
-def test_no_import_points_upwards() -> None:
-    upward = {
-        (module, name)
-        for module in MODULES
-        for node in at_import_time(tree(module).body)
-        for name in imported(module, node)
-        if layer_of(name) > layer_of(module)
-    }
-    assert upward == set(), "these imports point upwards: move what is needed down, or hand it over"
-
-
 def test_no_circle() -> None:
     """No module is imported again by what it imports, at import time."""
     done: set[str] = set()

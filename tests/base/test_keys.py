@@ -77,10 +77,6 @@ def test_is_a_safe_file_name() -> None:
     assert len(key) == 64 and set(key) <= set("0123456789abcdef")
 
 
-def test_tuples_and_lists_are_the_same() -> None:
-    assert chunk_key(**{**BASE, "chunk_ids": (4, 5, 6)}) == chunk_key(**BASE)
-
-
 def test_keys_of_published_stores_stay_what_they_are() -> None:
     """A change here empties every user's store without a word: raise FORMAT_VERSION, and this line, on purpose."""
     assert chunk_key(**BASE) == "a6eb057b327b77dfe9ba5bba48cbb5b0e26c9089f8f0137ab3a171fe688bf124"

@@ -11,7 +11,7 @@ import torch
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key
 
-ONE, TWO, THREE = (f"The lamp of lighthouse number {n} burned oil." for n in range(3))
+ONE, TWO = (f"The lamp of lighthouse number {n} burned oil." for n in range(2))
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -35,25 +35,6 @@ def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -
 
 def found(texts: ChunkTexts, prompt: str) -> list[str]:
     return [prompt[match.start : match.stop] for match in texts.index.find(prompt)]
-
-
-def test_added_texts_are_known_and_found(texts: ChunkTexts) -> None:
-    texts.add(ONE)
-    texts.add(TWO, "node", "report")
-    assert texts.index.known(ONE) and not texts.index.known(THREE)
-    assert found(texts, f"{TWO} {THREE} {ONE}") == [TWO, ONE]
-    prompt = f"{THREE} {ONE}"
-    assert [prompt[m.start : m.stop] for m in texts.index.find(prompt, [THREE])] == [THREE, ONE]
-
-
-def test_release_deletes_every_entry_of_a_text(store: ChunkStore, texts: ChunkTexts) -> None:
-    for text in (ONE, TWO):
-        write(store, text, "primary", "primary in another context", "auxiliary")
-        texts.add(text)
-    assert texts.release([ONE, THREE]) == 1
-    assert store.stats().entries == 3
-    assert not texts.index.known(ONE) and found(texts, f"{ONE} {TWO}") == [TWO]
-    assert texts.release([ONE]) == 0
 
 
 def release_sources(texts: ChunkTexts, gone: list[str], keep: Sequence[str] = ()) -> int:

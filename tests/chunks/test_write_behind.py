@@ -14,7 +14,7 @@ import torch
 from cacheclip_testing.fake import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
+from cacheclip_rag.base.errors import ConfigurationError, EncodingError, StoreError
 from cacheclip_rag.chunks.batches import in_batches
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.store.care import verify
@@ -301,13 +301,6 @@ class TestErrors:
         primary, auxiliary = engine.chunk_caches()
         assert primary.held(TEXTS) == {*TEXTS} - {TEXTS[2]} and auxiliary.held(TEXTS) == {*TEXTS[:2]}
         assert heard == [(2, 2)]
-
-    def test_what_comes_before_a_text_that_is_too_long_is_stored(self, make: Make) -> None:
-        engine = make()
-        with pytest.raises(PromptTooLongError):
-            engine.precompute([*TEXTS[:2], "word " * 5000, TEXTS[3]])
-        is_there = [engine.is_stored(text) and engine.texts.index.known(text) for text in TEXTS]
-        assert is_there == [True, True, False, False]
 
 
 class TestInterruptions:

@@ -273,18 +273,6 @@ class TestStoreCommands:
                 assert told.code == 1 and path.stem in told.out and "cannot be read now" in told.out
         assert path.exists() and cacheclip("store", "verify", "--store", stored).code == 0
 
-    def test_links_in_place_of_files(self, cacheclip: Any, stored: Path, tmp_path: Path) -> None:
-        """They are named, moved aside, and lead nowhere."""
-        (tmp_path / "outside").mkdir()
-        (tmp_path / "outside" / ("0" * 32)).write_text("precious")
-        (stored / "writers").rename(tmp_path / "writers")
-        (stored / "writers").symlink_to(tmp_path / "outside")
-        assert cacheclip("store", "verify", "--store", stored).code == 1
-        repaired = cacheclip("store", "repair", "--store", stored, "--json")
-        assert repaired.code == 0 and "unknown/writers" in repaired.json["moved_files"]
-        assert cacheclip("store", "verify", "--store", stored).code == 0
-        assert (tmp_path / "outside" / ("0" * 32)).read_text() == "precious"
-
     def test_gc_and_clear(self, cacheclip: Any, stored: Path) -> None:
         assert cacheclip("store", "gc", "--store", stored, "--json").json["payloads"] == 0
         refused = cacheclip("store", "clear", "--store", stored, "--json")

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -115,20 +115,6 @@ class TestMatch:
         with pytest.raises(AssertionError, match="all 4 tokens, it holds 2"):
             room(99).insert([1, 2, 3, 4], filled([1, 2]))
 
-    def test_counters(self) -> None:
-        cache = room(2)
-        put(cache, [1, 2, 3, 4])
-        put(cache, [5, 6])
-        expected = {"blocks": 2, "bytes": 2 * BLOCK_BYTES, "max_bytes": 2 * BLOCK_BYTES}
-        expected |= {"evictions": 1, "continued_bytes": 0}
-        assert asdict(cache.stats) == expected
-
-    def test_bytes_are_those_of_the_tensors(self) -> None:
-        cache = room(99)
-        put(cache, [1, 2, 3, 4, 5, 6])
-        held = [kv for block in blocks_of(cache).values() for kv in block.kv.values()]
-        assert sum(kv.untyped_storage().nbytes() for kv in held) == cache.stats.bytes == 3 * BLOCK_BYTES
-
     @pytest.mark.parametrize(("max_bytes", "block_tokens"), [(-1, 16), (0, 0), (0, -3)])
     def test_settings_out_of_range(self, max_bytes: int, block_tokens: int) -> None:
         with pytest.raises(ConfigurationError, match="must be"):
@@ -154,18 +140,6 @@ class TestOneLimit:
         assert sum(each.stats.bytes for each in (first, second, third)) == 6 * BLOCK_BYTES
         second.clear()
         assert put(first, [5, 5, 6, 6]) == 2 and third.stats.blocks == 2
-
-
-class TestEviction:
-    def test_held_by_two(self) -> None:
-        cache = room(1)
-        put(cache, [1, 1])
-        one, other = cache.match([1, 1]), cache.match([1, 1])
-        one.release()
-        one.release()
-        assert put(cache, [2, 2]) == 0 and refs(cache) == [1]
-        other.release()
-        assert put(cache, [2, 2]) == 1
 
 
 class TestFailures:

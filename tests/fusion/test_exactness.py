@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from cacheclip_rag import Chunk, Fresh, SamplingParams
+from cacheclip_rag import SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.runtime.transformers import attention, attention_pattern
@@ -396,14 +396,6 @@ class TestBlockAttention:
 
 @pytest.mark.parametrize("primary", KINDS, indirect=True)
 class TestPrompts:
-    def test_segments_from_hand_equal_segments_found(self, case: Case) -> None:
-        """Fresh and Chunk given by hand lay out to the same ids as the prompt they make."""
-        found = [span.segment for span in case.layout.spans]
-        segments = [Chunk(s.text) if isinstance(s, Chunk) else Fresh(s.text, control=s.control) for s in found]
-        fused = prefilled(case.engine, segments, "direct")
-        assert fused.layout.ids.tolist() == case.layout.ids.tolist()
-        assert fused.stats.hits == 3
-
     def test_same_chunk_twice(self, primary: str, tiny_models: dict[str, str], chunks: list[str]) -> None:
         case = make_case(primary, tiny_models["auxiliary"], [chunks[0], chunks[1], chunks[0]])
         segments = [span.segment for span in case.layout.spans]

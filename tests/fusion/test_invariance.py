@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
@@ -107,20 +106,6 @@ class TestIndependence:
         for text in CHUNKS:
             left, right = (engine.parts.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
-
-    @pytest.mark.parametrize("primary", KINDS, indirect=True)
-    def test_of_another_answer_under_way(self, primary: str, tiny_models: dict[str, str]) -> None:
-        engine = make_engine(primary, tiny_models["auxiliary"])
-        engine.precompute(CHUNKS)
-        params = SamplingParams(max_tokens=12)
-        prompts = [rag_prompt(CHUNKS[:2]), rag_prompt(CHUNKS[1:], "Who was the last keeper?")]
-        alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
-        streams = [engine.stream(prompt, params) for prompt in prompts]
-        answers: list[Any] = [None, None]
-        for events in itertools.zip_longest(*streams):
-            for number, event in enumerate(events):
-                answers[number] = getattr(event, "answer", None) or answers[number]
-        assert [answer.token_ids for answer in answers] == alone
 
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_the_tier_that_served(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:

@@ -455,35 +455,6 @@ class TestReadAhead:
             pass
         assert not slow.reads
 
-    def test_a_thread_that_cannot_start(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever waits raises the error, also if another thread got it, and the block ends with no other one."""
-        slow.ask()
-        no_threads(monkeypatch)
-        with ReadAhead(slow.engine.store, slow.keys("primary")) as reading:
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                reading.start()
-            for wait in (lambda: reading.kv(0), lambda: reading.wait(0), lambda: reading.wait(10**6)):
-                with pytest.raises(RuntimeError, match="can't start new thread"):
-                    wait()
-
-    def test_a_reader_that_cannot_start_the_next_one(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-        slow.ask()
-        ended = threading.Event()
-        with ReadAhead(slow.engine.store, slow.keys("primary")) as second:
-
-            def then() -> None:
-                try:
-                    second.start()
-                finally:
-                    ended.set()
-
-            with ReadAhead(slow.engine.store, slow.keys("auxiliary"), when_read=then) as first:
-                no_threads(monkeypatch, after=1)
-                first.start()
-                assert ended.wait(20)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                second.kv(0)
-
     def test_it_says_when_given_kv_is_stale(self, slow: Slow) -> None:
         slow.ask()
         key = slow.keys("primary")[0]
@@ -522,15 +493,6 @@ class TestReadAhead:
             given.set()
             threading.Thread(target=wait, daemon=True).start()
             assert seen.wait(10)
-
-    def test_then_is_called_once_all_is_read(self, slow: Slow) -> None:
-        slow.ask()
-        done = threading.Event()
-        with ReadAhead(slow.engine.store, slow.keys("primary"), when_read=done.set) as reading:
-            assert not done.is_set()
-            reading.start()
-            assert done.wait(20)
-            reading.wait(10**6)
 
     def test_layers_that_are_used_once_take_memory_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
         """Reading stays a few layers ahead, and what is done with is given back."""

@@ -22,7 +22,7 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
-from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
 from tests.models.pretend import Pretended, move, pretended
@@ -106,12 +106,6 @@ class TestDeviceMap:
         with ThreadPoolExecutor(4) as pool:
             logits = list(pool.map(lambda _: runtime.prefill(ids, 130)[1], range(24)))
         assert all(gap(each, expected) < 1e-5 for each in logits)
-
-    def test_device_of_a_hooked_module(self) -> None:
-        module = torch.nn.Linear(2, 2)
-        assert device_of(module).type == "cpu"
-        module._hf_hook = type("Hook", (), {"execution_device": "meta"})()  # type: ignore[assignment]
-        assert device_of(module).type == "meta"
 
 
 class TestAuxiliaryDevice:

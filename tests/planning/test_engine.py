@@ -48,14 +48,6 @@ def test_why_nothing_is_fused(options: dict[str, Any]) -> None:
         PlanningEngine(**{**options, "method": "anchored"}).warm_up()
 
 
-def test_it_computes_no_kv(options: dict[str, Any]) -> None:
-    engine = PlanningEngine(**options)
-    engine.warm_up()
-    assert engine.plan(rag_prompt(CHUNKS)).fusion is not None
-    with pytest.raises(ModelError, match="without its weights"):
-        engine.primary.encode([1, 2, 3])
-
-
 def test_a_caller_who_leaves(options: dict[str, Any]) -> None:
     """The search for given documents ends."""
     engine, caller = PlanningEngine(**options), Waiter()
