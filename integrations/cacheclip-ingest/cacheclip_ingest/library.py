@@ -144,6 +144,92 @@ class _Embeddings:
     """FAISS index of their vectors in the same order: inner product, exact."""
 
 
+class PassageIndex:
+    """The embeddings of a library's intact passages, in memory, and what is nearest to a vector among them."""
+
+    def __init__(self, folder: Path, database: Database, rows: Callable[[], Iterable[StoredPassage]]) -> None:
+        """``rows``: all passages as they are stored now."""
+        self._folder, self._database, self._rows = folder, database, rows
+        self._embeddings: _Embeddings | None = None
+        self._reported: set[str] = set()
+        """Documents whose damage was logged."""
+
+    def replaced(self, path: str) -> None:
+        """A document is another one now: its damage would be news."""
+        self._reported.discard(path)
+
+    def check(self, path: str, num_texts: int, vectors: np.ndarray[Any, np.dtype[Any]]) -> None:
+        """Raise ConfigurationError unless these are the vectors of so many texts of a document, and as long as those of
+        the other documents."""
+        if vectors.ndim != 2 or len(vectors) != num_texts or not np.isfinite(vectors).all():
+            raise ConfigurationError(
+                f"expected {num_texts} finite vectors from the embedding model, got an array of shape {vectors.shape}."
+            )
+        other = next((row for row in self._rows() if row.is_intact and row.path != path), None)
+        if other is not None and len(other.vector) != 4 * vectors.shape[1]:
+            raise _wrong_dimensions(self._folder, vectors.shape[1], len(other.vector) // 4)
+
+    def search(self, vector: Vectors, top_k: int) -> list[Passage]:
+        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first, each text once.
+
+        Damaged passages are left out, with one warning for each document.
+
+        Raises:
+            ConfigurationError: ``top_k`` is below 1, or the vector has other dimensions than the passages.
+        """
+        if top_k < 1:
+            raise ConfigurationError(f"the number of passages must be 1 or more, got {top_k}.")
+        embeddings = self._read()
+        if not embeddings.numbers:
+            return []
+        if embeddings.index.d != vector.shape[1]:
+            raise _wrong_dimensions(self._folder, vector.shape[1], embeddings.index.d)
+        passages: dict[str, Passage] = {}
+        wanted = 0
+        while len(passages) < top_k and wanted < len(embeddings.numbers):  # equal passages are merged: more are needed
+            wanted = min(len(embeddings.numbers), 2 * max(wanted, top_k))
+            scores, places = embeddings.index.search(np.asarray(vector, np.float32), wanted)
+            for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
+                rows = self._database.query(f"{_PASSAGE} WHERE id = ?", (embeddings.numbers[place],))
+                for row in self._intact(rows):
+                    passages.setdefault(row.text, Passage(row.text, row.path, row.ordinal, score))
+        return list(passages.values())[:top_k]
+
+    def _read(self) -> _Embeddings:
+        """Passages and index, read again after a change."""
+        import faiss
+
+        rows = self._database.query("SELECT value FROM meta WHERE name = 'revision'")
+        revision = str(rows[0][0]) if rows else ""
+        if self._embeddings is None or self._embeddings.revision != revision:
+            numbers, sizes, vectors = [], set(), bytearray()
+            for row in self._intact(self._rows()):
+                numbers.append(row.number)
+                sizes.add(len(row.vector))
+                vectors += row.vector
+            if len(sizes) > 1:
+                raise StoreError(
+                    f"the passages in {self._folder / FILE_NAME} have vectors of several sizes. Ingest the documents "
+                    "into another folder."
+                )
+            index = None
+            if numbers:
+                matrix = np.frombuffer(vectors, np.float32).reshape(len(numbers), -1)
+                index = faiss.IndexFlatIP(matrix.shape[1])
+                index.add(matrix)
+            self._embeddings = _Embeddings(revision, numbers, index)
+        return self._embeddings
+
+    def _intact(self, rows: Iterable[StoredPassage | Sequence[Any]]) -> Iterator[StoredPassage]:
+        for values in rows:
+            row = values if isinstance(values, StoredPassage) else StoredPassage.read(*values)
+            if row.is_intact:
+                yield row
+            elif row.path not in self._reported:
+                self._reported.add(row.path)
+                logger.warning("a passage of %s is damaged and is not used. Ingest the document again.", row.path)
+
+
 class Library(Closing):
     """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used. A ``with``
     block closes it at its end."""
@@ -154,9 +240,7 @@ class Library(Closing):
         self.database.on_replaced = lambda: logger.warning(
             "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder
         )
-        self._embeddings: _Embeddings | None = None
-        self._reported: set[str] = set()
-        """Documents whose damage was logged."""
+        self._index = PassageIndex(self.folder, self.database, self.rows)
 
     @classmethod
     def open(cls, folder: str | Path) -> Library:
@@ -258,7 +342,7 @@ class Library(Closing):
             ConfigurationError: the vectors do not fit the texts, or those of the library.
         """
         if texts:
-            self._check_vectors(path, len(texts), np.asarray(vectors))
+            self._index.check(path, len(texts), np.asarray(vectors))
         rows = []
         for ordinal, text in enumerate(texts):
             vector = np.asarray(vectors[ordinal], dtype=np.float32).tobytes()
@@ -280,15 +364,6 @@ class Library(Closing):
         """Remove a document, as :meth:`replace` does."""
         return self._change(path, [], [], release)
 
-    def _check_vectors(self, path: str, num_texts: int, vectors: np.ndarray[Any, np.dtype[Any]]) -> None:
-        if vectors.ndim != 2 or len(vectors) != num_texts or not np.isfinite(vectors).all():
-            raise ConfigurationError(
-                f"expected {num_texts} finite vectors from the embedding model, got an array of shape {vectors.shape}."
-            )
-        other = next((row for row in self.rows() if row.is_intact and row.path != path), None)
-        if other is not None and len(other.vector) != 4 * vectors.shape[1]:
-            raise _wrong_dimensions(self.folder, vectors.shape[1], len(other.vector) // 4)
-
     def _change(
         self, path: str, texts: Sequence[str], additions: Sequence[tuple[str, Sequence[Any]]], release: Release
     ) -> list[str]:
@@ -305,7 +380,7 @@ class Library(Closing):
                 ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
             ]
         )
-        self._reported.discard(path)
+        self._index.replaced(path)
         return unused
 
     def rows(self) -> Iterator[StoredPassage]:
@@ -320,70 +395,12 @@ class Library(Closing):
                 )
             last = rows[-1][0]
 
+    def search(self, vector: Vectors, top_k: int) -> list[Passage]:
+        """As :meth:`PassageIndex.search`."""
+        return self._index.search(vector, top_k)
+
     def close(self) -> None:
         self.database.close()
-
-    # -- search -------------------------------------------------------------------------------------------------
-
-    def search(self, vector: Vectors, top_k: int) -> list[Passage]:
-        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first, each text once.
-
-        Damaged passages are left out, with one warning for each document.
-
-        Raises:
-            ConfigurationError: ``top_k`` is below 1, or the vector has other dimensions than the passages.
-        """
-        if top_k < 1:
-            raise ConfigurationError(f"the number of passages must be 1 or more, got {top_k}.")
-        embeddings = self._read_embeddings()
-        if not embeddings.numbers:
-            return []
-        if embeddings.index.d != vector.shape[1]:
-            raise _wrong_dimensions(self.folder, vector.shape[1], embeddings.index.d)
-        passages: dict[str, Passage] = {}
-        wanted = 0
-        while len(passages) < top_k and wanted < len(embeddings.numbers):  # equal passages are merged: more are needed
-            wanted = min(len(embeddings.numbers), 2 * max(wanted, top_k))
-            scores, places = embeddings.index.search(np.asarray(vector, np.float32), wanted)
-            for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
-                rows = self.database.query(f"{_PASSAGE} WHERE id = ?", (embeddings.numbers[place],))
-                for row in self._intact(rows):
-                    passages.setdefault(row.text, Passage(row.text, row.path, row.ordinal, score))
-        return list(passages.values())[:top_k]
-
-    def _read_embeddings(self) -> _Embeddings:
-        """Passages and index, read again after a change."""
-        import faiss
-
-        rows = self.database.query("SELECT value FROM meta WHERE name = 'revision'")
-        revision = str(rows[0][0]) if rows else ""
-        if self._embeddings is None or self._embeddings.revision != revision:
-            numbers, sizes, vectors = [], set(), bytearray()
-            for row in self._intact(self.rows()):
-                numbers.append(row.number)
-                sizes.add(len(row.vector))
-                vectors += row.vector
-            if len(sizes) > 1:
-                raise StoreError(
-                    f"the passages in {self.folder / FILE_NAME} have vectors of several sizes. Ingest the documents "
-                    "into another folder."
-                )
-            index = None
-            if numbers:
-                matrix = np.frombuffer(vectors, np.float32).reshape(len(numbers), -1)
-                index = faiss.IndexFlatIP(matrix.shape[1])
-                index.add(matrix)
-            self._embeddings = _Embeddings(revision, numbers, index)
-        return self._embeddings
-
-    def _intact(self, rows: Iterable[StoredPassage | Sequence[Any]]) -> Iterator[StoredPassage]:
-        for values in rows:
-            row = values if isinstance(values, StoredPassage) else StoredPassage.read(*values)
-            if row.is_intact:
-                yield row
-            elif row.path not in self._reported:
-                self._reported.add(row.path)
-                logger.warning("a passage of %s is damaged and is not used. Ingest the document again.", row.path)
 
 
 def _wrong_dimensions(folder: Path, found: int, expected: int) -> ConfigurationError:

@@ -7,8 +7,6 @@ checked here, on every path but those for load balancers. vLLM itself needs none
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -50,7 +48,17 @@ from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
 from .replies import Result
-from .requests import NotPlanned, PlannablePrompt, check_carried, in_vllms_words, read_chat, read_completion, take_field
+from .requests import (
+    NotPlanned,
+    PlannablePrompt,
+    add_system_prompt,
+    check_carried,
+    in_vllms_words,
+    keep_apart,
+    read_chat,
+    read_completion,
+    take_field,
+)
 from .settings import ServerSettings
 from .shadow_checks import ShadowChecks, ask_itself
 
@@ -80,8 +88,6 @@ _MOST_KEPT = 2**16
 _MOST_SEQUENCES, _MOST_WAITING = 256, 512
 """Of vLLM at once, if it does not say; and requests of one of several tenants that wait."""
 _SWITCH = TypeAdapter(bool)
-_MOST_SALT = 1024
-"""Most characters of a client's ``cache_salt``, as vLLM has it."""
 
 
 class CacheClip:
@@ -277,7 +283,7 @@ class CacheClip:
         field = take_field(body)
         tenant = caller.tenant(field.tenant)
         if path == _CHAT:
-            self._add_system_prompt(body)
+            add_system_prompt(body, self._settings.config.system_prompt)
         try:
             asked = _READERS[path](body, self._settings.name)
             way = await _unless_left(self.planning.plan(asked, field, tenant), leaving)
@@ -285,7 +291,7 @@ class CacheClip:
             way = Route(reason=str(error))
         self._give_plan(path, body, way)
         if self._access.tenants:
-            self._salt(body, tenant)
+            keep_apart(body, tenant, self._settings.seal)
         async with AsyncExitStack() as held:
             if self._places is not None:
                 came = time.perf_counter()
@@ -322,14 +328,6 @@ class CacheClip:
             return kept
         return body
 
-    def _add_system_prompt(self, body: dict[str, Any]) -> None:
-        """The settings' system prompt, for conversations without one."""
-        own, messages = self._settings.config.system_prompt, body.get("messages")
-        if own and isinstance(messages, list):
-            roles = [each.get("role") for each in messages if isinstance(each, Mapping)]
-            if not {"system", "developer"} & set(map(str, roles)):
-                body["messages"] = [{"role": "system", "content": own}, *messages]
-
     def _give_plan(self, path: str, body: dict[str, Any], way: Route) -> None:
         """The plan, and the token ids that it was made for."""
         if way.planned is None or way.planned.fusion is None:
@@ -341,13 +339,6 @@ class CacheClip:
         else:
             body["prompt"] = ids
         body["kv_transfer_params"] = carried
-
-    def _salt(self, body: dict[str, Any], tenant: str) -> None:
-        """Keep tenants apart in vLLM's prefix cache, where a hit would tell what others have asked."""
-        given = body.get("cache_salt")
-        if given is None or (isinstance(given, str) and 0 < len(given) <= _MOST_SALT):  # else vLLM refuses it
-            text = json.dumps([tenant, given])
-            body["cache_salt"] = hmac.new(self._settings.seal.encode(), text.encode(), hashlib.sha256).hexdigest()
 
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
         self.planning.metrics.record_answer(stats)

@@ -6,6 +6,9 @@ that plans cannot follow goes to vLLM as it is, and is prefilled in full.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +17,9 @@ from cacheclip_serve import CacheClipField, ChatBody, RequestError, parse_field,
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.adapters import allowed_tools, as_object, check_template_kwargs, is_neutral
+
+_MOST_SALT = 1024
+"""Most characters of a client's ``cache_salt``, as vLLM has it."""
 
 
 class NotPlanned(Exception):
@@ -121,6 +127,23 @@ def check_carried(body: Mapping[str, Any]) -> None:
     if inside or body.get("kv_transfer_params") is not None:
         name = "vllm_xargs.kv_transfer_params" if inside else "kv_transfer_params"
         raise unsupported(name, f"{name} is this server's own. Leave it out.")
+
+
+def add_system_prompt(body: dict[str, Any], prompt: str | None) -> None:
+    """The settings' system prompt, for conversations without one."""
+    messages = body.get("messages")
+    if prompt and isinstance(messages, list):
+        roles = [each.get("role") for each in messages if isinstance(each, Mapping)]
+        if not {"system", "developer"} & set(map(str, roles)):
+            body["messages"] = [{"role": "system", "content": prompt}, *messages]
+
+
+def keep_apart(body: dict[str, Any], tenant: str, secret: str) -> None:
+    """Salt a tenant's entries of vLLM's prefix cache, where a hit would tell what others have asked."""
+    salt = body.get("cache_salt")
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= _MOST_SALT):  # else vLLM refuses it
+        text = json.dumps([tenant, salt])
+        body["cache_salt"] = hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
