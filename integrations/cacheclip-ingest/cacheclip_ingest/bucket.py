@@ -14,7 +14,7 @@ from .documents import Reader, document_text, text_read_by
 from .text import DocumentText
 
 if TYPE_CHECKING:
-    from cacheclip_shared.objects import ObjectBackend
+    from cacheclip_shared.objects import Objects
 
 
 def find_objects(url: str) -> Iterator[tuple[str, str, int]]:
@@ -48,10 +48,10 @@ def read_object(url: str, reader: Reader | None = None) -> DocumentText:
         raise
 
 
-def _bucket(url: str) -> tuple[ObjectBackend, str]:
+def _bucket(url: str) -> tuple[Objects, str]:
     """The bucket of a URL, and the name in it, which may hold what means something in URLs."""
     try:
-        from cacheclip_shared.objects import ObjectBackend
+        from cacheclip_shared.objects import Objects
         from cacheclip_shared.place import SharedPlace
     except ImportError as error:
         raise MissingExtraError("cacheclip-shared (for documents in object storage)", "shared") from error
@@ -60,6 +60,6 @@ def _bucket(url: str) -> tuple[ObjectBackend, str]:
     bucket, _, name = rest.partition("/")
     if scheme == "file":
         raise ConfigurationError(f"expected a folder without file://, got {url!r}.")
-    objects = ObjectBackend(SharedPlace(f"{scheme}://{bucket}"))
+    objects = Objects(SharedPlace(f"{scheme}://{bucket}"))
     objects.is_patient = True
     return objects, name.rstrip("/")

@@ -40,7 +40,7 @@ from .survey import IngestCounts, Survey
 
 try:
     from cacheclip_shared.care import room
-    from cacheclip_shared.objects import ObjectBackend
+    from cacheclip_shared.objects import Objects
     from cacheclip_shared.place import SharedPlace, need
     from cacheclip_shared.store import SharedStore, read_store_file
     from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
@@ -334,7 +334,7 @@ def remove_shared(url: str, namespace: str | None, choose: Callable[[Collection[
 def fix_settings(url: str, settings: LibrarySettings) -> None:
     """Record the settings of a store's documents, unless an ingestion has; raises what :func:`check_settings` does."""
     try:
-        ObjectBackend(SharedPlace(url)).create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode())
+        Objects(SharedPlace(url)).create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode())
     except OSError as error:
         raise StoreError(f"the shared store {shown_url(url)} cannot be written: {error}.") from error
     check_settings(url, settings)
@@ -351,7 +351,7 @@ def check_settings(url: str, settings: LibrarySettings) -> None:
 
 def read_settings(url: str) -> LibrarySettings | None:
     """Settings of a store's documents; None before the first ingestion. Raises StoreError if there is no store."""
-    objects = ObjectBackend(SharedPlace(url))
+    objects = Objects(SharedPlace(url))
     read_store_file(objects)
     try:
         found = objects.fetch_json(_SETTINGS_FILE)

@@ -40,7 +40,7 @@ from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
 from cacheclip_ingest.shared import ingest_shared, plan_shared  # noqa: E402
 from cacheclip_shared.care import create, gc, room, set_quota, stats, verify  # noqa: E402
-from cacheclip_shared.objects import ObjectBackend  # noqa: E402
+from cacheclip_shared.objects import Objects  # noqa: E402
 from cacheclip_shared.place import SharedPlace, tenant_folder  # noqa: E402
 from cacheclip_shared.table import TextTable  # noqa: E402
 
@@ -109,15 +109,15 @@ class TestStages:
     ) -> None:
         """The pauses are longer than that of the breaker. A storage that stays away is an error."""
         monkeypatch.setattr(shared, "_PAUSES_S", (0.0, 0.0))
-        encode, create, failures = Encode(config), ObjectBackend.create, [2]
+        encode, create, failures = Encode(config), Objects.create, [2]
 
-        def failing(self: ObjectBackend, name: str, data: bytes) -> bool:
+        def failing(self: Objects, name: str, data: bytes) -> bool:
             failures[0] -= 1
             if failures[0] >= 0:
                 raise OSError("503")
             return create(self, name, data)
 
-        monkeypatch.setattr(ObjectBackend, "create", failing)
+        monkeypatch.setattr(Objects, "create", failing)
         given = table(*((f"d{n}", text, "1") for n, text in enumerate(CHUNKS)))
         assert Commit(str(config.store))(encode(given))["new"].to_pylist() == [4] and "503" in caplog.text
         failures[0] = 3
@@ -136,13 +136,13 @@ class TestStages:
         killed.engine.close()
         if is_cleaned:
             assert gc(url, grace_s=0)["deleted"] == len(CHUNKS)
-        replaced, made_anew = list[str](), ObjectBackend.replace
+        replaced, made_anew = list[str](), Objects.replace
 
-        def noted(self: ObjectBackend, name: str, data: bytes) -> None:
+        def noted(self: Objects, name: str, data: bytes) -> None:
             replaced.append(name)
             made_anew(self, name, data)
 
-        monkeypatch.setattr(ObjectBackend, "replace", noted)
+        monkeypatch.setattr(Objects, "replace", noted)
         monkeypatch.setattr("cacheclip_shared.store.GRACE_S", -10.0)  # it is old by now
         encode = Encode(config)
         rows = encode(given)
@@ -261,17 +261,17 @@ class TestJob:
         for number, text in enumerate(CHUNKS[:3]):
             obstore.put(SharedPlace(root).objects, f"{number}.txt", text.encode())
         ingest_shared([root], config, settings)
-        listed = ObjectBackend.objects_of
+        listed = Objects.objects_of
         obstore.put(SharedPlace(root).objects, "0.txt", b"It has changed.")
 
-        def first_only(self: ObjectBackend, folder: str) -> Iterator[dict[str, Any]]:
+        def first_only(self: Objects, folder: str) -> Iterator[dict[str, Any]]:
             found = listed(self, folder)
             yield next(found)
             if "documents" in folder:
                 raise OSError("503 Slow Down")
             yield from found
 
-        monkeypatch.setattr(ObjectBackend, "objects_of", first_only)
+        monkeypatch.setattr(Objects, "objects_of", first_only)
         report = ingest_shared([root, str(documents)], config, settings, confirmed=confirmed)
         assert (report.removed, report.unconfirmed, report.added, report.changed) == (0, [], 4, 1)
         assert [each["path"] for each in report.failed] == [root] and "503" in report.failed[0]["error"]
@@ -280,17 +280,17 @@ class TestJob:
     def test_an_object_that_cannot_be_fetched(
         self, config: EngineConfig, settings: LibrarySettings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        root, fetch = f"{config.store}-documents", ObjectBackend.fetch
+        root, fetch = f"{config.store}-documents", Objects.fetch
         for name in ("a.txt", "b.txt"):
             obstore.put(SharedPlace(root).objects, name, f"{name} {CHUNKS[0]}".encode())
         obstore.put(SharedPlace(root).objects, "c.txt", b"\x00\x01\x02")
 
-        def failing(self: ObjectBackend, name: str) -> bytes:
+        def failing(self: Objects, name: str) -> bytes:
             if name.endswith("a.txt"):
                 raise OSError("403 Forbidden")
             return fetch(self, name)
 
-        monkeypatch.setattr(ObjectBackend, "fetch", failing)
+        monkeypatch.setattr(Objects, "fetch", failing)
         report = ingest_shared([root], config, settings)
         assert report.added == 1 and [each["path"] for each in report.failed] == [f"{root}/a.txt", f"{root}/c.txt"]
         assert f"{root}/a.txt cannot be read: 403" in report.failed[0]["error"]
@@ -394,7 +394,7 @@ class TestJob:
             app, ["store", "limit", str(quota), "--store", url, "--namespace", "default"]
         )
         assert run.exit_code == 0 and stats(url)["tenants"][mine]["max_bytes"] == quota
-        objects = ObjectBackend(SharedPlace(url))
+        objects = Objects(SharedPlace(url))
         age = {each["path"]: each["last_modified"] for each in objects.objects_of(f"{mine}/kv/")}
         found = gc(url, grace_s=0)
         after = stats(url)["tenants"]

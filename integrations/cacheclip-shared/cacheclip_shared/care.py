@@ -15,7 +15,7 @@ from typing import Any
 from cacheclip_rag import ConfigurationError, StoreError
 from cacheclip_rag.store import CODECS, Frame, FrameError, OtherVersionError, TenantsError
 
-from .objects import ObjectBackend
+from .objects import Objects
 from .place import LAYOUT, SharedPlace, failing_as, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
 from .table import Removal, TextTable, is_digest, is_payload, schema
@@ -38,7 +38,7 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
         raise ConfigurationError(
             f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
         )
-    objects = ObjectBackend(SharedPlace(url))
+    objects = Objects(SharedPlace(url))
     made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
     try:
         if not _writes_once(objects):
@@ -56,7 +56,7 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
     return made
 
 
-def _writes_once(objects: ObjectBackend) -> bool:
+def _writes_once(objects: Objects) -> bool:
     """Whether storage keeps an object that is written again."""
     name = f"probe-{secrets.token_hex(8)}"
     objects.create(name, b"1")
@@ -66,19 +66,19 @@ def _writes_once(objects: ObjectBackend) -> bool:
         objects.remove([name])
 
 
-def _opened(url: str) -> ObjectBackend:
-    objects = ObjectBackend(SharedPlace(url))
+def _opened(url: str) -> Objects:
+    objects = Objects(SharedPlace(url))
     read_store_file(objects)
     objects.is_patient = True
     return objects
 
 
-def _storage(objects: ObjectBackend) -> AbstractContextManager[None]:
+def _storage(objects: Objects) -> AbstractContextManager[None]:
     """What fails raises StoreError."""
     return failing_as(f"the shared store {objects.place.url} cannot be read or changed now")
 
 
-def _each_tenant(objects: ObjectBackend, run: Callable[[str], None], found: dict[str, Any]) -> None:
+def _each_tenant(objects: Objects, run: Callable[[str], None], found: dict[str, Any]) -> None:
     """Run for each tenant's folder, which adds to ``found``. One that fails does not stop the others; then TenantsError
     is raised."""
     with _storage(objects):
@@ -130,7 +130,7 @@ class SharedTenant:
         return removal
 
 
-def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
+def _look(objects: Objects, folder: str) -> SharedTenant:
     table = TextTable(objects.place, folder=folder)
     found = SharedTenant(table)
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
@@ -143,7 +143,7 @@ def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
     return found
 
 
-def _quota(objects: ObjectBackend, folder: str) -> int | None:
+def _quota(objects: Objects, folder: str) -> int | None:
     found = _json(objects, f"{folder}/{_QUOTA_FILE}", {"max_bytes": None})
     quota = found.get("max_bytes", "")
     if quota is not None and type(quota) is not int:
@@ -151,7 +151,7 @@ def _quota(objects: ObjectBackend, folder: str) -> int | None:
     return quota
 
 
-def _json(objects: ObjectBackend, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
+def _json(objects: Objects, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
     """What a file of ours holds: ``otherwise`` if there is none, {} if it is none of ours."""
     try:
         found = objects.fetch_json(name)
@@ -240,7 +240,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
     return found
 
 
-def _has_no_text(objects: ObjectBackend, path: str) -> bool:
+def _has_no_text(objects: Objects, path: str) -> bool:
     """Whether a payload is that of the shared prefix, which no row names, and which every prompt reads."""
     head, size = objects.beginning(path, 1 << 16)
     try:

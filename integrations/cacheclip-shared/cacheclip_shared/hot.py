@@ -17,7 +17,7 @@ from cacheclip_rag import ConfigurationError
 from cacheclip_rag.plugins import shown_url
 from cacheclip_rag.store import CODECS, Backend, OutageWarning, Sink, later
 
-from .objects import ObjectBackend
+from .objects import ObjectBackend, name_for
 from .place import key_and_codec, key_folder, need, object_name, tenant_folder
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class HotBackend(Backend):
     def put(self, key: str, data: Buffer) -> None:
         view = memoryview(data)
         if view.nbytes <= _MOST_BYTES:
-            self._ask(("SET", self._key(self._objects.name_of(key, data)), view, "EX", TTL_S), writes=True)
+            self._ask(("SET", self._key(name_for(key, data, self._objects.namespace)), view, "EX", TTL_S), writes=True)
 
     def offer(self, key: str, data: Buffer) -> None:
         """Write a copy on another thread, unless too many wait."""

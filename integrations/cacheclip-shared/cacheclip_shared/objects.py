@@ -80,32 +80,27 @@ class Breaker:
         return found
 
 
-class ObjectBackend(Backend):
-    """Objects of a shared store."""
+class Objects:
+    """A shared store's objects, by name."""
 
-    name = "object store"
-    has_parts = True
-    reads_at_once = 16
-    least_read = 1 << 20
     is_patient = False
     """Whether to wait long for storage, where no answer waits."""
 
-    def __init__(self, place: SharedPlace, namespace: str = "default", codec: str | None = None) -> None:
-        """
-        Args:
-            namespace: tenant whose folder is searched for keys that nobody told the name of.
-            codec: of a key's objects, the coarsest that keeps this one's precision is read; default the most precise.
-        """
-        self.place, self.namespace, self._codec = place, namespace, codec
-        self.breaker = Breaker()
-        self._names: dict[str, str] = {}
+    def __init__(self, place: SharedPlace) -> None:
+        self.place, self.breaker = place, Breaker()
         self._client = need("obstore")
 
-    def use(self, key: str, name: str) -> None:
-        """Read a key from this object from now on."""
-        if len(self._names) > _MOST_NAMES:
-            self._names.clear()
-        self._names[key] = name
+    def _ask(self, request: str, *arguments: Any, whole: bool = False, **options: Any) -> Any:
+        call = getattr(self._client, request)
+        client = self.place.patient if request == "put" or self.is_patient else self.place.objects
+
+        def run() -> Any:
+            if request.startswith("get"):
+                self.place.check_files(arguments[0])
+            found = call(client, *arguments, **options)
+            return [each for page in found for each in page] if whole else found
+
+        return self.breaker.call(run)
 
     def locate(self, namespace: str, keys: Sequence[str]) -> dict[str, list[ObjectFound]]:
         """The objects of keys in a tenant's folder: a request for each key, many at once."""
@@ -119,23 +114,120 @@ class ObjectBackend(Backend):
 
         return {key: found for key, found in zip(keys, each_in_pool(look, keys), strict=True) if found}
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object unless there is one of this name, as which it returns False."""
+        try:
+            self._ask("put", name, data, mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._ask("put", name, data, use_multipart=False)
+
+    def _rewrite(self, name: str, data: bytes, seen: dict[str, Any]) -> bool:
+        """Write an object again, unless it changed since :meth:`take` saw it, as which it returns False. A folder
+        cannot say whether it did."""
+        known = {each: seen[each] for each in ("e_tag", "version") if seen.get(each)}
+        try:
+            self._ask("put", name, data, use_multipart=False, mode=known or "overwrite")
+        except NotImplementedError:
+            self.replace(name, data)
+        except FileExistsError:  # as storage also says if it is gone
+            return self.create(name, data)
+        return True
+
+    def mend(self, name: str, key: str, payload: bytes) -> None:
+        """Write a payload over one that is damaged or foreign."""
+        try:
+            data, seen = self.take(name)
+            damage = _damage(data, key, payload)
+            if damage is not None and self._rewrite(name, payload, seen):
+                logger.warning("%s was damaged (%s), and is written again", name, damage)
+        except FileNotFoundError:  # removed meanwhile
+            self.create(name, payload)
+
+    def take(self, name: str) -> tuple[bytes, dict[str, Any]]:
+        """An object that no answer waits for, and what tells whether it changes. Raises FileNotFoundError."""
+        found = self.breaker.call(self._client.get, self.place.patient, name)
+        return bytes(self.breaker.call(found.bytes)), found.meta
+
+    def fetch(self, name: str) -> bytes:
+        """An object. Raises FileNotFoundError."""
+        return bytes(self._ask("get", name).bytes())
+
+    def fetch_json(self, name: str) -> Any:
+        """What a file of JSON holds; None if there is none. Raises ValueError if it is no JSON."""
+        try:
+            return json.loads(self.fetch(name))
+        except FileNotFoundError:
+            return None
+        except RecursionError as error:
+            raise ValueError(str(error)) from error
+
+    def beginning(self, name: str, num_bytes: int) -> tuple[Buffer, int]:
+        """The first bytes of an object, and its size. Raises FileNotFoundError."""
+        if num_bytes:
+            try:
+                found = self._ask("get", name, options={"range": (0, num_bytes)})
+                return memoryview(found.bytes()), found.meta["size"]
+            except FileNotFoundError:
+                raise
+            except OSError:  # it is empty, or storage fails, which this says then
+                pass
+        return b"", self._ask("head", name)["size"]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects. Servers never do."""
+        for start in range(0, len(names), 1000):
+            self._ask("delete", [*names[start : start + 1000]])
+
+    def objects_of(self, folder: str) -> Iterator[dict[str, Any]]:
+        """Every object in a folder, with its size and when it was written."""
+        pages = iter(self._ask("list", folder))
+        while (page := self.breaker.call(next, pages, None)) is not None:
+            yield from page
+
+    def object_at(self, name: str) -> Sequence[dict[str, Any]]:
+        """As :meth:`objects_of`, of an object itself."""
+        try:
+            return [self._ask("head", name)] if name else []
+        except FileNotFoundError:
+            return []
+
+    def close(self) -> None:
+        """Nothing to release: the client keeps its connections."""
+
+
+class ObjectBackend(Objects, Backend):
+    """A shared store's payloads by key: which object a key is read from, and written to."""
+
+    name = "object store"
+    has_parts = True
+    reads_at_once = 16
+    least_read = 1 << 20
+
+    def __init__(self, place: SharedPlace, namespace: str = "default", codec: str | None = None) -> None:
+        """
+        Args:
+            namespace: tenant whose folder is searched for keys that nobody told the name of.
+            codec: of a key's objects, the coarsest that keeps this one's precision is read; default the most precise.
+        """
+        super().__init__(place)
+        self.namespace, self._codec = namespace, codec
+        self._names: dict[str, str] = {}
+
+    def use(self, key: str, name: str) -> None:
+        """Read a key from this object from now on."""
+        if len(self._names) > _MOST_NAMES:
+            self._names.clear()
+        self._names[key] = name
+
     def choose(self, codecs: Iterable[str]) -> str:
         """Which of these codecs of a key is read."""
         by_bits = sorted(codecs, key=lambda codec: CODECS[codec].bits if codec in CODECS else 0)
         wanted = CODECS[self._codec].bits if self._codec in CODECS else 1 << 30
         return next((codec for codec in by_bits if codec in CODECS and CODECS[codec].bits >= wanted), by_bits[-1])
-
-    def _ask(self, request: str, *arguments: Any, whole: bool = False, **options: Any) -> Any:
-        call = getattr(self._client, request)
-        client = self.place.patient if request == "put" or self.is_patient else self.place.objects
-
-        def run() -> Any:
-            if request.startswith("get"):
-                self.place.check_files(arguments[0])
-            found = call(client, *arguments, **options)
-            return [each for page in found for each in page] if whole else found
-
-        return self.breaker.call(run)
 
     def likely_name(self, key: str) -> str:
         """The object that a key is read from, as far as it is known without a request."""
@@ -210,28 +302,10 @@ class ObjectBackend(Backend):
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a payload unless there is a whole one of this key and codec."""
-        name, payload = self.name_of(key, data), bytes(data)
+        name, payload = name_for(key, data, self.namespace), bytes(data)
         if not self.create(name, payload):
-            self._mend(name, key, payload)
+            self.mend(name, key, payload)
         self.use(key, name)
-
-    def _mend(self, name: str, key: str, payload: bytes) -> None:
-        """Write a payload over one that is damaged or foreign."""
-        try:
-            data, seen = self.take(name)
-            damage = _damage(data, key, payload)
-            if damage is not None and self._rewrite(name, payload, seen):
-                logger.warning("%s was damaged (%s), and is written again", name, damage)
-        except FileNotFoundError:  # removed meanwhile
-            self.create(name, payload)
-
-    def name_of(self, key: str, data: Buffer) -> str:
-        """The object that a payload belongs into."""
-        try:
-            frame = Frame.parse(data, key)
-            return object_name(frame.namespace, key, frame.codec)
-        except FrameError:
-            return object_name(self.namespace, key, "raw")
 
     def delete(self, keys: Iterable[str]) -> int:
         wanted = [*dict.fromkeys(keys)]
@@ -241,66 +315,6 @@ class ObjectBackend(Backend):
             self._names.pop(key, None)
         return sum(map(bool, found))
 
-    # -- objects by name ------------------------------------------------------------------------------------------
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one of this name, as which it returns False."""
-        try:
-            self._ask("put", name, data, mode="create", use_multipart=False)
-        except FileExistsError:
-            return False
-        return True
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._ask("put", name, data, use_multipart=False)
-
-    def _rewrite(self, name: str, data: bytes, seen: dict[str, Any]) -> bool:
-        """Write an object again, unless it changed since :meth:`take` saw it, as which it returns False. A folder
-        cannot say whether it did."""
-        known = {each: seen[each] for each in ("e_tag", "version") if seen.get(each)}
-        try:
-            self._ask("put", name, data, use_multipart=False, mode=known or "overwrite")
-        except NotImplementedError:
-            self.replace(name, data)
-        except FileExistsError:  # as storage also says if it is gone
-            return self.create(name, data)
-        return True
-
-    def take(self, name: str) -> tuple[bytes, dict[str, Any]]:
-        """An object that no answer waits for, and what tells whether it changes. Raises FileNotFoundError."""
-        found = self.breaker.call(self._client.get, self.place.patient, name)
-        return bytes(self.breaker.call(found.bytes)), found.meta
-
-    def fetch(self, name: str) -> bytes:
-        """An object. Raises FileNotFoundError."""
-        return bytes(self._ask("get", name).bytes())
-
-    def fetch_json(self, name: str) -> Any:
-        """What a file of JSON holds; None if there is none. Raises ValueError if it is no JSON."""
-        try:
-            return json.loads(self.fetch(name))
-        except FileNotFoundError:
-            return None
-        except RecursionError as error:
-            raise ValueError(str(error)) from error
-
-    def beginning(self, name: str, num_bytes: int) -> tuple[Buffer, int]:
-        """The first bytes of an object, and its size. Raises FileNotFoundError."""
-        if num_bytes:
-            try:
-                found = self._ask("get", name, options={"range": (0, num_bytes)})
-                return memoryview(found.bytes()), found.meta["size"]
-            except FileNotFoundError:
-                raise
-            except OSError:  # it is empty, or storage fails, which this says then
-                pass
-        return b"", self._ask("head", name)["size"]
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Delete objects. Servers never do."""
-        for start in range(0, len(names), 1000):
-            self._ask("delete", [*names[start : start + 1000]])
-
     def list(self) -> Iterator[str]:
         seen = set()
         for each in self.objects_of(f"{tenant_folder(self.namespace)}/kv/"):
@@ -309,22 +323,6 @@ class ObjectBackend(Backend):
                 seen.add(found[0])
                 yield found[0]
 
-    def objects_of(self, folder: str) -> Iterator[dict[str, Any]]:
-        """Every object in a folder, with its size and when it was written."""
-        pages = iter(self._ask("list", folder))
-        while (page := self.breaker.call(next, pages, None)) is not None:
-            yield from page
-
-    def object_at(self, name: str) -> Sequence[dict[str, Any]]:
-        """As :meth:`objects_of`, of an object itself."""
-        try:
-            return [self._ask("head", name)] if name else []
-        except FileNotFoundError:
-            return []
-
-    def close(self) -> None:
-        """Nothing to release: the client keeps its connections."""
-
     def occupied(self, key: str) -> int:
         found = self.head(key, 0)
         return found[1] if found is not None else 0
@@ -332,6 +330,15 @@ class ObjectBackend(Backend):
     def medium(self, key: str) -> str:
         scheme, _, rest = self.place.url.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def name_for(key: str, data: Buffer, namespace: str) -> str:
+    """The object that a payload belongs into; of one that is no frame, in the folder of this tenant."""
+    try:
+        frame = Frame.parse(data, key)
+        return object_name(frame.namespace, key, frame.codec)
+    except FrameError:
+        return object_name(namespace, key, "raw")
 
 
 def _damage(found: bytes, key: str, payload: bytes) -> str | None:

@@ -14,7 +14,7 @@ from cacheclip_rag import StoreError
 from cacheclip_rag.store import CODECS, Entry, Frame, FrameError, MemoryBackend, TieredStore, Tiers, text_digest
 
 from .hot import HotBackend, with_hot
-from .objects import ObjectBackend
+from .objects import ObjectBackend, Objects
 from .place import LAYOUT, SharedPlace, failing_as
 from .replica import SharedCatalog
 from .table import rows_of
@@ -244,7 +244,7 @@ def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threadin
         woken.clear()
 
 
-def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
+def read_store_file(objects: Objects) -> dict[str, Any]:
     """What a store was made with. Raises StoreError."""
     url = objects.place.url
     try:

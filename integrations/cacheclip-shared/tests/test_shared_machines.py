@@ -18,7 +18,7 @@ import pytest
 import torch
 from cacheclip_shared import place
 from cacheclip_shared.care import create, gc, stats, verify
-from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.objects import ObjectBackend, Objects
 from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
 from cacheclip_shared.store import SharedStore
 from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
@@ -267,14 +267,14 @@ class TestMachines:
         assert one.texts.index.find(CHUNKS[0], parts=False) == []
         one.precompute(CHUNKS)
         asked: list[str] = []
-        ask = ObjectBackend._ask
+        ask = Objects._ask
 
-        def watched(self: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
+        def watched(self: Objects, request: str, *arguments: Any, **options: Any) -> Any:
             asked.extend(arguments[0] if isinstance(arguments[0], list) else arguments[:1])
             return ask(self, request, *arguments, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ObjectBackend, "_ask", watched)
+            patch.setattr(Objects, "_ask", watched)
             third = machine(namespace="one")
             assert hits(third, documents=CHUNKS) == len(CHUNKS)
         assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {
@@ -499,8 +499,8 @@ def test_storage_that_ignores_conditions_is_refused(relay: Relay, store_url: str
     with pytest.raises(StoreError, match="with If-None-Match, so that writers would replace one another's"):
         create(url)
     relay.hides = b""
-    assert [*ObjectBackend(SharedPlace(url)).objects_of("")] == []
-    assert create(url) == create(url) and len([*ObjectBackend(SharedPlace(url)).objects_of("")]) == 1
+    assert [*Objects(SharedPlace(url)).objects_of("")] == []
+    assert create(url) == create(url) and len([*Objects(SharedPlace(url)).objects_of("")]) == 1
 
 
 def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Machine, store_url: str) -> None:

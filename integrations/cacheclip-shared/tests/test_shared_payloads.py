@@ -13,7 +13,7 @@ from typing import Any
 import obstore
 import pytest
 from cacheclip_shared.care import create
-from cacheclip_shared.objects import Breaker, ObjectBackend
+from cacheclip_shared.objects import Breaker, ObjectBackend, Objects
 from cacheclip_shared.place import SharedPlace, object_name
 from cacheclip_shared.store import GRACE_S, SharedStore
 from store_entries import is_intact, key, kv, put
@@ -118,14 +118,14 @@ def test_the_next_write_of_its_key_replaces_what_is_damaged(
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
     """Do something between a look at an object and its replacement."""
-    take = ObjectBackend.take
+    take = Objects.take
 
-    def taken(self: ObjectBackend, name: str) -> Any:
+    def taken(self: Objects, name: str) -> Any:
         found = take(self, name)
         run()
         return found
 
-    monkeypatch.setattr(ObjectBackend, "take", taken)
+    monkeypatch.setattr(Objects, "take", taken)
 
 
 @pytest.mark.parametrize("url", ["s3"], indirect=True)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_shared import care
-from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.objects import Objects
 from cacheclip_shared.place import SharedPlace
 from cacheclip_shared.store import GRACE_S, SharedStore
 from cacheclip_shared.table import TextTable
@@ -157,9 +157,9 @@ def failing(steps: Steps, *, interrupted: bool = False, replies: bool = True) ->
     """In this block, requests to storage and to the table, and commits of the copy of the catalog, are counted and
     fail. ``interrupted``: by Ctrl-C; ``replies``: also after they were carried out."""
     error: Callable[[], BaseException] = KeyboardInterrupt if interrupted else full_disk
-    ask, tried = ObjectBackend._ask, TextTable._tried
+    ask, tried = Objects._ask, TextTable._tried
 
-    def asking(objects: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
+    def asking(objects: Objects, request: str, *arguments: Any, **options: Any) -> Any:
         steps.take(f"storage: {request}", error)
         return ask(objects, request, *arguments, **options)
 
@@ -174,7 +174,7 @@ def failing(steps: Steps, *, interrupted: bool = False, replies: bool = True) ->
         return tried(table, then)
 
     with pytest.MonkeyPatch.context() as patch, failing_catalog(steps, () if interrupted else ("COMMIT",)):
-        patch.setattr(ObjectBackend, "_ask", asking)
+        patch.setattr(Objects, "_ask", asking)
         patch.setattr(TextTable, "_tried", trying)
         yield
 
