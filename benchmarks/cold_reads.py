@@ -129,7 +129,7 @@ def measure_lines(
 ) -> list[dict[str, Any]]:
     """Medians of the seconds to the first token over each line, in interleaved repeats."""
     profile, method, rows = engine.profile_machine(), engine.make_method(None, "auto"), list[dict[str, Any]]()
-    codec = engine.parts.primary_caches(engine.parts.context_of(method)).codec
+    codec = engine.parts.models.primary_caches(engine.parts.context_of(method)).codec
     sizes = [size for size in (64, 256) for _ in range(3)]
     kv = [torch.randn(engine.primary.kv_shape(size)).to(engine.primary.dtype) for size in sizes]
     groups, quarter = [[0], [0, 1, 2], [3], [3, 4, 5]], max(1, len(texts) // 4)

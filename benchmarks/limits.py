@@ -254,7 +254,9 @@ def measure_ingest(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds to compute and store the texts."""
     engine = CacheClipEngine(**settings(given))
     # primary and auxiliary; one of them if they are one model behind one context
-    passes = {(each.runtime.name, each.num_prefix): each for each in engine.parts.chunk_caches(engine.context_of())}
+    passes = {
+        (each.runtime.name, each.num_prefix): each for each in engine.parts.models.chunk_caches(engine.context_of())
+    }
     longest = given.chunk_tokens
     # lengths from half to the whole, as splitters make them
     lengths = [longest - (number * 7919) % (longest // 2) for number in range(given.chunks)]

@@ -113,12 +113,12 @@ class CacheClipEngine(Closing):
     @property
     def primary(self) -> Runtime:
         """The model that answers; loads it."""
-        return self.parts.runtime
+        return self.parts.models.runtime
 
     @property
     def auxiliary(self) -> Runtime | None:
         """The model that scores tokens, if there is one; loads it."""
-        caches = self.parts.auxiliary_caches
+        caches = self.parts.models.auxiliary_caches
         return caches.runtime if caches is not None else None
 
     @property
@@ -217,12 +217,12 @@ class CacheClipEngine(Closing):
         started = time.perf_counter()
         method = self.make_method()
         context = self.context_of()
-        loaded = list(self.parts.usable(context))
+        loaded = list(self.parts.models.usable(context))
         if len(loaded) > 1:
             _ = self.head_set
         self.texts.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
-        for caches in (self.parts.caches_after_prefix, *loaded):
+        for caches in (self.parts.models.caches_after_prefix, *loaded):
             _ = caches.prefix.kv
         ready = self._answering.prefill_only(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
@@ -260,7 +260,7 @@ class CacheClipEngine(Closing):
         Args:
             context: chunk context of the primary's caches; default that of the engine's method.
         """
-        return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
+        return self.parts.models.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
         """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`. Everything

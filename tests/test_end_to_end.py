@@ -73,7 +73,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     from cacheclip_rag.prompt.known_kv import choose_rows
 
     runtime = engine.primary
-    caches = engine.parts.auxiliary_caches
+    caches = engine.parts.models.auxiliary_caches
     segments = engine.segment(PROMPT)
     layout = lay_out(segments, runtime, caches.tokenize, caches.prefix_ids, is_after_prefix=True)
     expected = reference_logits(runtime, layout.ids)

@@ -170,7 +170,9 @@ def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
     others = [
-        each for each in CONTEXTS.values() if each != engine.context_of() and chunk in engine.parts.primary_caches(each)
+        each
+        for each in CONTEXTS.values()
+        if each != engine.context_of() and chunk in engine.parts.models.primary_caches(each)
     ]
     primary, *auxiliary = stored
     if primary.is_stored:

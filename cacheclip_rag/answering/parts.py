@@ -1,11 +1,11 @@
-"""Parts of an engine, each made at first use: store, models, chunk caches."""
+"""Parts of an engine, each made at first use: its store, and methods with the sources of their KV."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from ..base.checks import check_ratio_and_limit
-from ..base.errors import ConfigurationError, ModelError
-from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.texts import ChunkTexts
 from ..config import EngineConfig
@@ -22,8 +20,7 @@ from ..finding.texts import GivenTexts
 from ..guards.engine_certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
-from ..models.devices import choose_device
-from ..models.load import check_name, concrete, load_any, loader_of, unload_models
+from ..models.load import unload_models
 from ..models.memory import free_bytes
 from ..plan.plan import KVSources
 from ..prompt.layout import check_least_length
@@ -34,13 +31,12 @@ from ..runtime.prompt_cache import PromptCache
 from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ReadBuffer, TenantStore, TieredStore, TierStats, open_chunk_store
+from .models import EngineModels
 from .ratios import RatioChooser, ratio_chooser
 from .turns import CALLER
 
 logger = logging.getLogger(__name__)
 
-PREFIX = CONTEXTS["prefix"]
-"""The chunk context ``prefix``: the shared prefix only."""
 _MOST_IN_PAGE_CACHE = 1 << 30
 """Most bytes that :meth:`Parts.read_hot` reads without a memory tier."""
 
@@ -57,17 +53,17 @@ class Parts:
         """``store`` is used instead of the store in the settings; ``load_primary`` is called with the primary's name
         and ``dtype=…``, instead of loading its weights."""
         self.config = config
-        self._load_primary = load_primary
         self.prompt_cache = PromptCache(config.prefix_cache_bytes)
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
-        self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
+        self.models = EngineModels(config, lambda: self.store, self._lock, load_primary)
+        """The primary and the auxiliary model, with their chunk caches."""
         self._store = store
         self._tenant: TenantStore | None = None
         self._drops_erased = False
         """Whether the store has :meth:`drop_kv` called."""
         self._kv_sources: dict[Hashable, KVSources] = {}
-        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
+        self.head_sets = HeadSets(lambda: self.models.runtime, lambda: self.models.auxiliary_caches)
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.kv_sources)
         """What certificates say about methods with these models."""
@@ -132,10 +128,7 @@ class Parts:
         """Drop KV of earlier prompts and answers, as after an erasure: some may be of a text that is gone. The thread
         that watches for erasures calls it, so it never waits for an answer, nor for this object's lock."""
         self.prompt_cache.clear()
-        for caches in [*self._caches.values()]:
-            caches.forget_texts()
-        for runtime in {id(caches.runtime): caches.runtime for caches in [*self._caches.values()]}.values():
-            runtime.drop_freed_kv()
+        self.models.drop_kv()
 
     def drop_erased(self) -> None:
         """Drop KV of earlier prompts and answers after an erasure of this engine."""
@@ -149,10 +142,8 @@ class Parts:
     def unload(self) -> None:
         """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""
         with self._lock:
-            loaded = [caches.runtime for caches in self._caches.values()]
-            self._caches.clear()
+            loaded = self.models.forget()
             self._kv_sources.clear()
-            vars(self).pop("runtime", None)
         self.certificates.forget()
         vars(self).pop("controllers", None)
         unload_models(loaded)
@@ -160,59 +151,6 @@ class Parts:
         gc.collect()  # hooks and modules refer to one another
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    # -- models -------------------------------------------------------------------------------------------------
-
-    def primary_caches(self, context: ChunkContext) -> ChunkCaches:
-        """Chunk caches of the primary model with chunk context ``context``. Loads the model."""
-        return self._caches_of("primary", context)
-
-    @property
-    def caches_after_prefix(self) -> ChunkCaches:
-        """Chunk caches of the primary model with chunk context ``prefix``; they hold the shared prefix's KV."""
-        return self.primary_caches(PREFIX)
-
-    @cached_property
-    def runtime(self) -> Runtime:
-        """The primary model; loads it."""
-        return self.caches_after_prefix.runtime
-
-    @property
-    def auxiliary_caches(self) -> ChunkCaches | None:
-        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
-        computed after the shared prefix, whatever ``chunk_context`` is."""
-        role = self._auxiliary_role
-        return self._caches_of(role, PREFIX) if role else None
-
-    @cached_property
-    def _auxiliary_role(self) -> str | None:
-        """A primary that is its own auxiliary is loaded once more if this process has no weights of it: scores need
-        them."""
-        config = self.config
-        if config.auxiliary and not loader_of(config.auxiliary).can_score:
-            raise ConfigurationError(
-                f"auxiliary must be a model whose attention scores tokens, and what runs {config.auxiliary!r} does not "
-                "show it. Give one that transformers runs, or None for methods that need no auxiliary."
-            )
-        is_own = config.auxiliary == config.primary and self._load_primary is None
-        return config.auxiliary and ("primary" if is_own else "auxiliary")
-
-    def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        """Chunk caches of each model, the primary's first. Loads the models."""
-        auxiliary = self.auxiliary_caches if with_auxiliary else None
-        return [self.primary_caches(context), *([auxiliary] if auxiliary is not None else [])]
-
-    def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
-        """The primary's caches, then the auxiliary's. If the auxiliary cannot be loaded, its caches are left out with a
-        warning, because other methods work without them."""
-        yield self.primary_caches(context)
-        try:
-            auxiliary = self.auxiliary_caches
-        except ModelError as error:
-            logger.warning("continuing without the auxiliary model: %s", error)
-            return
-        if auxiliary is not None:
-            yield auxiliary
 
     def segment(
         self,
@@ -230,8 +168,8 @@ class Parts:
         chunks only."""
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
-        check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
-        reader = PromptReader(self.runtime, None if as_it_stands else self.config.system_prompt)
+        check_least_length([text for text in texts if isinstance(text, str)], self.models.runtime)
+        reader = PromptReader(self.models.runtime, None if as_it_stands else self.config.system_prompt)
         caller, given = CALLER.get(), GivenTexts(documents) if documents else ()
         if caller is not None:  # whose search ends when the caller leaves
             given = GivenTexts(documents, caller.check)
@@ -246,43 +184,14 @@ class Parts:
             parts=not isolated,
         )
 
-    def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
-        """``role``: ``primary`` or ``auxiliary``."""
-        with self._lock:
-            if (role, context) not in self._caches:
-                self._caches[role, context] = self._make_caches(role, context)
-            return self._caches[role, context]
-
-    def _make_caches(self, role: str, context: ChunkContext) -> ChunkCaches:
-        for each in filter(None, (self.config.primary, self.config.auxiliary)):
-            check_name(each)  # of both, before the weights of one are loaded
-        config = concrete(replace(self.config, codec=self.config.codec or self.store.chunk_store.codec))
-        name = config.primary if role == "primary" else config.auxiliary
-        assert name is not None, "an auxiliary that is asked for is set"
-        device = config.device if role == "primary" else choose_device(config.auxiliary_device or config.device)
-        if role == "primary" and self._load_primary is not None:
-            runtime = self._load_primary(name, dtype=config.dtype)
-        else:
-            try:
-                runtime = load_any(name, dtype=config.dtype, device=device)
-            except ModelError as error:
-                if role == "auxiliary":
-                    error.args = (f"{error} Some methods need no auxiliary model: auxiliary=None, --auxiliary none.",)
-                raise
-        return ChunkCaches(
-            runtime,
-            self.store,
-            prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=runtime.kv_codec or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
-            context=context,
-        )
-
     # -- methods ------------------------------------------------------------------------------------------------
 
     @cached_property
     def controllers(self) -> RatioChooser:
         """Chooses recompute ratios by predicted time."""
-        return ratio_chooser(self.certificates, lambda: [self.runtime, *filter(None, [self.head_sets.auxiliary])])
+        return ratio_chooser(
+            self.certificates, lambda: [self.models.runtime, *filter(None, [self.head_sets.auxiliary])]
+        )
 
     def choose_method(
         self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
@@ -293,16 +202,19 @@ class Parts:
         later. Raises ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a
         method that needs an auxiliary model and an engine without one."""
         config = self.config
-        given = config.method if method is None else method
-        check_method(given)
+        named = config.method if method is None else method
+        check_method(named)
         check_ratio_and_limit(recompute_ratio, None)
         by_name = method is None or isinstance(method, str)
         wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
         ratio = None if isinstance(wanted, str) else wanted
-        if given == DEFAULT_METHOD:
-            given = self.default_method
-        chosen = preset(given) if isinstance(given, str) else given
-        if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
+        if named == DEFAULT_METHOD and self.head_sets.has_default:
+            named = "cacheclip"
+        elif named == DEFAULT_METHOD:
+            runtime = self.models.runtime
+            named = "anchored" if runtime.reads_kv and runtime.can_score else "epic"
+        chosen = preset(named) if isinstance(named, str) else named
+        if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(named, str))):
             chosen = chosen.at(ratio)
         check_auxiliary(chosen, config.auxiliary)
         least = config.min_confidence
@@ -313,10 +225,10 @@ class Parts:
         return replace(chosen, min_confidence=least)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        given = self.config.method if method is None else method
-        check_method(given)
+        named = self.config.method if method is None else method
+        check_method(named)
         # both methods that auto can mean use the engine's setting
-        chosen = preset(given) if isinstance(given, str) and given != DEFAULT_METHOD else given
+        chosen = preset(named) if isinstance(named, str) and named != DEFAULT_METHOD else named
         own = chosen.context if isinstance(chosen, Method) else None
         return own or CONTEXTS[self.config.chunk_context]
 
@@ -329,22 +241,14 @@ class Parts:
             if not self._drops_erased:
                 _ = self.store
             if wants not in self._kv_sources:
-                check_reads(method, self.primary_caches(context).runtime)
+                check_reads(method, self.models.primary_caches(context).runtime)
                 self._kv_sources[wants] = KVSources(
-                    primary=self.primary_caches(context),
-                    prefix_caches=self.caches_after_prefix,
+                    primary=self.models.primary_caches(context),
+                    prefix_caches=self.models.caches_after_prefix,
                     auxiliary=self.head_sets.auxiliary_pass(method.head_sets) if method.needs_auxiliary else None,
                     prompt_cache=self.prompt_cache,
                 )
             return self._kv_sources[wants]
-
-    @property
-    def default_method(self) -> str:
-        """The method that ``auto`` means: ``cacheclip`` if the auxiliary model is available and has a head set, else
-        one that needs no auxiliary. Loads the models."""
-        if self.head_sets.has_default:
-            return "cacheclip"
-        return "anchored" if self.runtime.reads_kv and self.runtime.can_score else "epic"
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""

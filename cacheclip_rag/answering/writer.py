@@ -49,11 +49,11 @@ class ChunkWriter:
         first = next(chunks, None)
         if first is None:
             return 0
-        most = self._parts.runtime.batch_characters
+        most = self._parts.models.runtime.batch_characters
         total = 0
         with WriteBehind() as behind:
             for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most):
-                models = self._parts.chunk_caches(context)
+                models = self._parts.models.chunk_caches(context)
                 good, bad = _checked(batch, models, only_first=skipped is None)
                 if skipped is None:
                     computed = _write(good, models, behind)
@@ -135,7 +135,7 @@ class ChunkWriter:
         texts = self._parts.texts
         is_known = partial(texts.index.known, chunk)
         is_wanted = is_known if is_known() else lambda: True  # a stored text may be released while it is computed
-        for caches in self._parts.usable(context):
+        for caches in self._parts.models.usable(context):
             caches.write(chunk, is_wanted)
         if not is_wanted():
             return

@@ -249,10 +249,9 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
     )
-    computed = rows.tolist()
     # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
     # from sharing its own with everyone
-    computed = [*range(layout.num_prefix), *computed]
+    computed = [*range(layout.num_prefix), *rows.tolist()]
     end = pieces[-1].stop
     return FusionPlan(
         token_ids=layout.token_ids,

@@ -152,7 +152,7 @@ def find_certificate(identity: Identity) -> tuple[Verdicts | None, str]:
         return None, _NEVER_CERTIFIED
     names = min((differences(each, asdict(identity)) for each in same), key=len)
     other = dict.fromkeys(name.removeprefix("settings.").partition(".")[0] for name in names)
-    return None, f"its certificate is for other {', '.join(map(_spoken, other))}"
+    return None, f"its certificate is for other {', '.join(other).replace('_sha256', '').replace('_', ' ')}"
 
 
 class CertificateGuard(Observer):
@@ -302,10 +302,6 @@ def _identity_in(path: Path) -> dict[str, Any] | None:
         identity = json.loads(path.read_text())["identity"]
         return identity if isinstance(identity, dict) else None
     return None
-
-
-def _spoken(name: str) -> str:
-    return name.replace("_sha256", "").replace("_", " ")
 
 
 def _folder() -> Path:

@@ -102,7 +102,7 @@ def identity_of(
 ) -> Identity:
     """Identity of an engine with these settings, models, method and chunk context."""
     auxiliary = scorer.caches if scorer else None
-    described = {**describe(without_ratio(method)), "chunk_context_sha256": context.sha256}
+    described = {**describe(method.at(0.0) if method.has_ratio else method), "chunk_context_sha256": context.sha256}
     del described["chunk_context"]  # the digest of the context identifies it
     del described["min_confidence"]  # each gate has figures of its own
     if scorer and scorer.named:
@@ -130,11 +130,6 @@ def identity_of(
         if not primary.runtime.reads_kv or (method.plans_ahead and not method.min_confidence)
         else "",
     )
-
-
-def without_ratio(method: Method) -> Method:
-    """The method at a fixed ratio, as a key for all ratios."""
-    return method.at(0.0) if method.has_ratio else method
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:

@@ -23,12 +23,12 @@ def identity_of(engine: CacheClipEngine, method: Method) -> Identity:
 
 def prefix_caches(engine: CacheClipEngine) -> ChunkCaches:
     """Chunk caches of the primary whose chunk context is the shared prefix. Loads the model."""
-    return engine.parts.caches_after_prefix
+    return engine.parts.models.caches_after_prefix
 
 
 def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
     """Chunk caches of the auxiliary model, which must be set. Loads it."""
-    caches = engine.parts.auxiliary_caches
+    caches = engine.parts.models.auxiliary_caches
     assert caches is not None, "training needs an engine with an auxiliary model"
     return caches
 

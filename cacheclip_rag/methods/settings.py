@@ -54,7 +54,8 @@ def _varied(part: Any, changes: Mapping[str, Any], where: str) -> Any:
         return replace(
             part, **{name: _value(getattr(part, name), new, f"{where}.{name}") for name, new in given.items()}
         )
-    return _made(_type_of(_family_of(part), wanted, where), given, where)
+    family = next(family for family in _FAMILIES if isinstance(part, family))
+    return _made(_type_of(family, wanted, where), given, where)
 
 
 def _made(cls: type, given: Mapping[str, Any], where: str) -> Any:
@@ -98,10 +99,6 @@ def _type_of(family: type | None, wanted: object, where: str) -> type:
             f"{where} must be of type {', '.join(sorted(known))}, got {wanted!r}.{did_you_mean(str(wanted), known)}"
         )
     return known[wanted]
-
-
-def _family_of(part: Any) -> type:
-    return next(family for family in _FAMILIES if isinstance(part, family))
 
 
 def _concrete(base: type) -> Iterator[type]:

@@ -87,7 +87,7 @@ class PlanningEngine(Closing):
     @property
     def primary(self) -> PlanningRuntime:
         """The primary without its weights."""
-        return cast(PlanningRuntime, self.parts.runtime)
+        return cast(PlanningRuntime, self.parts.models.runtime)
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""

@@ -43,7 +43,8 @@ class StoredInterval:
         device: torch.device,
     ) -> StoredInterval:
         """``entries``: KV by key. ``runtime`` gives the rotary tables; it needs no weights."""
-        parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
+        within = [piece for piece in plan.used_pieces if piece.start < stop and piece.stop > start]
+        parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in within]
         joined = join(parts)
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
         tables = changed(runtime.rotary.tables(places), lambda table: table.to(device)) if parts else []
@@ -163,10 +164,6 @@ def check_fits(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntim
         shape = entries[piece.key].shape
         if (*shape[:2], shape[4]) != expected or shape[2] not in counts or piece.first + piece.num_tokens > shape[3]:
             raise ValueError(f"entry {piece.key[:12]}… has shape {tuple(shape)}, which does not fit the plan")
-
-
-def _within(plan: FusionPlan, start: int, stop: int) -> list[StoredPiece]:
-    return [piece for piece in plan.used_pieces if piece.start < stop and piece.stop > start]
 
 
 def _part(piece: StoredPiece, entries: Mapping[str, KV], start: int, stop: int) -> KV:

@@ -223,7 +223,7 @@ class TestWhatWaits:
         """Of the primary, which needs it for the second text only."""
         first = make(auxiliary=None)
         first.precompute(TEXTS[:1])
-        prefix = first.parts.primary_caches(first.context_of()).prefix.key
+        prefix = first.parts.models.primary_caches(first.context_of()).prefix.key
         first.store.delete([prefix])
         engine, put, keys = make(), first.store.chunk_store.tiers.last.put, []
         monkeypatch.setattr(engine.store.chunk_store.tiers, "put", lambda key, data: keys.append(key) or put(key, data))

@@ -91,7 +91,7 @@ class TestInt8:
         engine, exact = (make(codec=codec, method="direct", system_prompt="Be brief.") for codec in ("int8", "float32"))
         for each in (engine, exact):
             each.precompute(chunks[:1])
-        caches, plain = engine.parts.caches_after_prefix, exact.parts.caches_after_prefix
+        caches, plain = engine.parts.models.caches_after_prefix, exact.parts.models.caches_after_prefix
         assert caches.is_lossy and not plain.is_lossy
         assert torch.equal(caches.prefix.kv, plain.prefix.kv) and caches.prefix.kv.shape[3] > 0
         stored, whole = caches.read(chunks[0]), plain.read(chunks[0])
@@ -110,7 +110,7 @@ class TestInt8:
             for codec, store in (("int8", str(tmp_path)), ("float32", str(tmp_path)), ("float32", None))
         )
         assert coarse.precompute(chunks) == 4
-        assert not fine.is_stored(chunks[0]) and fine.parts.caches_after_prefix.read(chunks[0]) is None
+        assert not fine.is_stored(chunks[0]) and fine.parts.models.caches_after_prefix.read(chunks[0]) is None
         answer = fine.generate(rag_prompt(chunks), ONE, documents=chunks)
         assert (answer.stats.hits, answer.stats.misses) == (0, 4)
         assert fine.is_stored(chunks[0]) and fine.precompute(chunks) == 0

@@ -33,7 +33,7 @@ def test_it_is_computed_in_its_own_context(
         return found
 
     whole = asked()
-    lose(monkeypatch, engine.parts.auxiliary_caches, *chunks)  # as of an entry whose checksum is wrong
+    lose(monkeypatch, engine.parts.models.auxiliary_caches, *chunks)  # as of an entry whose checksum is wrong
     for damaged, expected in zip(asked(), whole, strict=True):
         assert gap(damaged, expected) < 1e-5
     assert all(gap(one, other) > 1e-3 for one, other in zip(whole, whole[1:], strict=False)), "what is chosen shows"

@@ -140,7 +140,7 @@ class TestOneProcess:
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
     ) -> None:
         one, other = pair
-        key, tiers = other.parts.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
+        key, tiers = other.parts.models.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
         data = tiers.get_many([key])[key]
         one.release(passages[:1])
         look_at_all()
@@ -243,7 +243,7 @@ class TestOneProcess:
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], tmp_path: Path
     ) -> None:
         one, _ = pair
-        key = one.parts.caches_after_prefix.key(passages[0])
+        key = one.parts.models.caches_after_prefix.key(passages[0])
         store = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
         assert store.get(key) is not None and key in store.chunk_store.tiers.backends[0].list()
         one.release(passages[:1])
@@ -298,7 +298,7 @@ class TestClock:
     ) -> None:
         """It has the parent's KV, also if nobody asks it anything."""
         one, _ = pair
-        key = one.parts.caches_after_prefix.key(passages[0])
+        key = one.parts.models.caches_after_prefix.key(passages[0])
         arguments = [sys.executable, "-W", "ignore", "-c", FORKS, str(one.config.store), key]
         ran = subprocess.run(arguments, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr

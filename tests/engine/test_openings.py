@@ -30,9 +30,9 @@ class TestPrefix:
         answer = engine.generate(messages, SHORT)
         check_sums(answer)
         common = os.path.commonprefix(
-            [list(engine.parts.caches_after_prefix.prefix_ids), list(engine.plan(messages).layout.token_ids)]
+            [list(engine.parts.models.caches_after_prefix.prefix_ids), list(engine.plan(messages).layout.token_ids)]
         )
-        assert answer.stats.prefix_tokens == len(common) < len(engine.parts.caches_after_prefix.prefix_ids)
+        assert answer.stats.prefix_tokens == len(common) < len(engine.parts.models.caches_after_prefix.prefix_ids)
         assert answer.stats.hits == 4 and answer.stats.exact_tokens == 0
         exact = engine.generate(messages, SHORT, recompute_ratio=1.0)
         assert exact.token_ids == engine.generate(messages, SHORT, method="full").token_ids
@@ -68,7 +68,7 @@ class TestSystemPrompt:
         first = make(**options)
         first.precompute(chunks)
         again = make(**options)  # as after a restart: the store holds the text by now
-        assert again.parts.caches_after_prefix.prefix_ids == first.parts.caches_after_prefix.prefix_ids
+        assert again.parts.models.caches_after_prefix.prefix_ids == first.parts.models.caches_after_prefix.prefix_ids
         stats = again.generate(rag(chunks[:2]), SHORT).stats
         assert (stats.hits, stats.misses) == (2, 0) and stats.prefix_tokens > 0
 
@@ -95,7 +95,7 @@ class TestTemplateWithADate:
         (folder / "chat_template.jinja").write_text(dated.replace("DATE", "strftime_now('%d %b %Y')"))
         engine = make(primary=str(folder))
         engine.precompute(chunks)
-        caches = engine.parts.caches_after_prefix
+        caches = engine.parts.models.caches_after_prefix
         assert "01 Jan 2025" in engine.primary.decode_ids(caches.prefix_ids)
         fused = logits(engine, rag(chunks), preset("cacheclip").at(1.0))
         assert time.strftime("%Y") in engine.primary.decode_ids(fused.layout.ids.tolist())

@@ -214,7 +214,7 @@ class TestRefusals:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         loaded: list[str] = []
-        monkeypatch.setattr("cacheclip_rag.answering.parts.load_any", lambda name, **options: loaded.append(name))
+        monkeypatch.setattr("cacheclip_rag.answering.models.load_any", lambda name, **options: loaded.append(name))
         engine = make(auxiliary=name)
         for call in (lambda: engine.generate(rag(chunks), SHORT), lambda: engine.precompute(chunks)):
             with pytest.raises(error, match=message):

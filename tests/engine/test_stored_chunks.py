@@ -226,7 +226,7 @@ def payload(engine: CacheClipEngine, key: str) -> Path:
 class TestDamage:
     def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
         primary = model == engine.config.primary
-        caches = engine.parts.caches_after_prefix if primary else engine.parts.auxiliary_caches
+        caches = engine.parts.models.caches_after_prefix if primary else engine.parts.models.auxiliary_caches
         path = payload(engine, caches.key(text))
         content = bytearray(path.read_bytes())
         content[-7] ^= 0xFF
@@ -261,7 +261,7 @@ class TestDamage:
     ) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
-        caches = engine.parts.caches_after_prefix
+        caches = engine.parts.models.caches_after_prefix
         path = payload(engine, caches.prefix.key)
         assert path.exists()
         path.write_bytes(path.read_bytes()[:-9])

@@ -34,7 +34,7 @@ def test_the_first_answer_loads_and_reads_nothing_more(
     before = engine.parts.tier_stats()[1].hits
     with monkeypatch.context() as patch:
         patch.setattr(
-            "cacheclip_rag.answering.parts.load_any", lambda *given, **options: pytest.fail("a model is loaded")
+            "cacheclip_rag.answering.models.load_any", lambda *given, **options: pytest.fail("a model is loaded")
         )
         answer = engine.generate(rag(chunks), SHORT)
     assert answer.stats.hits == len(chunks)

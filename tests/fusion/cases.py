@@ -113,7 +113,7 @@ def make_case(
     engine = make_engine(folder, auxiliary, **options)
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
-    caches = engine.parts.caches_after_prefix
+    caches = engine.parts.models.caches_after_prefix
     layout = lay_out(engine.segment(prompt), caches.runtime, caches.tokenize, caches.prefix_ids, is_after_prefix=True)
     kv = {0: caches.prefix.kv} | {span.start: stored_kv(caches, span) for span in layout.chunks}
     assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())

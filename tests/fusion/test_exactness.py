@@ -243,7 +243,7 @@ class TestRotation:
 
     def test_encoding_behind_the_prefix_equals_plain_transformers(self, case: Case) -> None:
         """A chunk cache holds what the model computes when it reads prefix and chunk, and nothing else."""
-        caches = case.engine.parts.caches_after_prefix
+        caches = case.engine.parts.models.caches_after_prefix
         span = case.layout.chunks[1]
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
         computed = run_reference(case.folder, ids)

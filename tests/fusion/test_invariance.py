@@ -104,7 +104,7 @@ class TestIndependence:
         for text in CHUNKS:
             apart.precompute([text])
         for text in CHUNKS:
-            left, right = (engine.parts.caches_after_prefix.read(text) for engine in (together, apart))
+            left, right = (engine.parts.models.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
 
     @pytest.mark.parametrize("primary", KINDS, indirect=True)

@@ -226,7 +226,7 @@ class TestDelays:
         """As the controller predicts it."""
         slow.ask()
         ran: list[Any] = []
-        embeddings = slow.engine.parts.auxiliary_caches.runtime.model.get_input_embeddings()
+        embeddings = slow.engine.parts.models.auxiliary_caches.runtime.model.get_input_embeddings()
         hook = embeddings.register_forward_hook(lambda *passed: ran.append(1))
         try:
             slow.ask(ratio=ratio)
@@ -243,7 +243,7 @@ class TestDelays:
         kv_sources = slow.engine.parts.kv_sources(preset("cacheclip"))
         assert kv_sources.auxiliary is not None
         heads = kv_sources.auxiliary.heads
-        layers = slow.engine.parts.auxiliary_caches.runtime.num_layers
+        layers = slow.engine.parts.models.auxiliary_caches.runtime.num_layers
         used = layers if heads is None else max(heads.layers) + 1
         assert sum(1 for each, *_ in slow.reads if each == key) == used
 

@@ -273,7 +273,7 @@ class TestKV:
     @torch.inference_mode()
     def test_direct_reuse_reads_the_parts_own_kv(self, engine: CacheClipEngine) -> None:
         found = prefilled(engine, self.PROMPT, "direct")
-        caches, layout = engine.parts.caches_after_prefix, found.layout
+        caches, layout = engine.parts.models.caches_after_prefix, found.layout
 
         def by_hand(shift: int) -> torch.Tensor:
             cache = engine.primary.new_cache(layout.num_tokens)
@@ -294,7 +294,7 @@ class TestKV:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], codec=codec)
         engine.precompute(TEXTS)
         layout = engine.plan(self.PROMPT).layout
-        caches = engine.parts.caches_after_prefix
+        caches = engine.parts.models.caches_after_prefix
         [span] = [span for span in layout.chunks if span.whole == TEXTS[2]]
         kv = caches.read(span.whole)
         assert kv is not None
@@ -347,7 +347,7 @@ class TestTokenIds:
 def test_cut_joined_and_altered_prompts(engine: CacheClipEngine) -> None:
     """No range has other token ids than the prompt, whatever was done to the texts."""
     rng = random.Random(0)
-    caches = engine.parts.caches_after_prefix
+    caches = engine.parts.models.caches_after_prefix
     stored = [HEADER + text for text in TEXTS[:2]] + TEXTS[2:]
     reused = 0
     for _ in range(150):

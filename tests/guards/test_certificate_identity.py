@@ -175,7 +175,7 @@ class TestModels:
     def test_head_sets(self, make: Make) -> None:
         engine = make()
         before = identity(engine)
-        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
+        sha256 = weights_digest(engine.parts.models.auxiliary_caches.runtime.fingerprint)
         sets = [HeadSet(sha256, ((0, head), (1, 1)), torch.tensor([0.5, 0.5])) for head in (0, 1)]
         found = []
         for heads in sets:

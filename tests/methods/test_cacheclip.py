@@ -30,7 +30,7 @@ class TestCacheClip:
         opening, *_, closing = engine.segment(question)
         spy = Observed(made("query_attention"))
         layout = engine.prefill([opening, Chunk(CHUNKS[0]), Fresh(question), closing], method=spy).layout
-        caches = engine.parts.caches_after_prefix
+        caches = engine.parts.models.caches_after_prefix
         runtime, [span] = caches.runtime, layout.chunks
         stored = caches.read(CHUNKS[0])
         assert stored is not None

@@ -80,7 +80,7 @@ class TestOwnPositions:
 
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
-        caches = case.engine.parts.caches_after_prefix
+        caches = case.engine.parts.models.caches_after_prefix
         lost = case.layout.chunks[1].whole
         lose(monkeypatch, caches, lost)
         result = run(case, "ape")

@@ -153,7 +153,7 @@ class TestOtherMethodsBehindIt:
 
     @few
     def test_nothing_is_read_from_the_store_for_it(self, warm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-        caches = warm.engine.parts.caches_after_prefix
+        caches = warm.engine.parts.models.caches_after_prefix
         lose(monkeypatch, caches, *(span.whole for span in warm.layout.chunks))
         assert run(warm, "direct").stats.hits == 3
 

@@ -74,7 +74,7 @@ class TestQueryAttention:
         case = case_of(name)
         segments = [Fresh("Otherwise. "), *(Chunk(text) for text in CHUNKS[:3]), Fresh(" What is the magic number?")]
         result = case.engine.prefill(segments, method=preset("query_attention").at(0.3))
-        assert result.layout.num_prefix < case.engine.parts.caches_after_prefix.num_prefix
+        assert result.layout.num_prefix < case.engine.parts.models.caches_after_prefix.num_prefix
         assert result.stats.hits == 3
         assert result.stats.recomputed_tokens == round(0.3 * result.stats.chunk_tokens)
 

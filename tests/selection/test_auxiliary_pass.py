@@ -20,7 +20,7 @@ class Asked:
     """A scorer whose looks are recorded."""
 
     def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.caches = CacheClipEngine(config).parts.auxiliary_caches
+        self.caches = CacheClipEngine(config).parts.models.auxiliary_caches
         self.runtime = self.caches.runtime
         self.scorer = AuxiliaryPass(self.caches, None)
         self.looks: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []

@@ -105,7 +105,7 @@ def test_chunk_that_fills_the_auxiliary_context(
     engine = CacheClipEngine(
         primary=tiny_models["llama"], auxiliary=str(small), method="cacheclip", chunk_context="prefix"
     )
-    caches = engine.parts.auxiliary_caches
+    caches = engine.parts.models.auxiliary_caches
     words = " ".join(chunks * 2).split()
     while len(caches.tokenize(long := " ".join(words))) > 256 - len(caches.prefix_ids) - 4:
         words.pop()

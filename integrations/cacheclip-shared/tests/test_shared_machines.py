@@ -87,7 +87,7 @@ class TestMachines:
         shared(other).poll()
         assert hits(other) == len(CHUNKS)
         stats, (memory, *_) = other.prefixes.stats, other.store.chunk_store.tiers.backends
-        key = other.parts.primary_caches(other.context_of()).key(CHUNKS[0])
+        key = other.parts.models.primary_caches(other.context_of()).key(CHUNKS[0])
         assert stats.continued_bytes > 0 and key in memory.list()
         one.release(CHUNKS[:1])
         if sees == "poll":

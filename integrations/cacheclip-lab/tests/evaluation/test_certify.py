@@ -96,7 +96,7 @@ class TestExactness:
     ) -> None:
         original = FusedCache.filling
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
-        num_prefix = engine.parts.caches_after_prefix.num_prefix
+        num_prefix = engine.parts.models.caches_after_prefix.num_prefix
 
         def filling(self: FusedCache, pieces: Any) -> Any:
             tables_of = FusedCache.tables_of

@@ -38,7 +38,7 @@ class TestLook:
     def test_it_scores_as_the_engine_does(self, config: EngineConfig) -> None:
         """Every head alone, by the look of the training and by the scorer of the engine."""
         engine = CacheClipEngine(config)
-        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
+        caches, runtime = engine.parts.models.auxiliary_caches, engine.parts.models.auxiliary_caches.runtime
         [sample] = synthetic_samples(1, chunk_words=20)
         seen = look(caches, sample, sinks=2)
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix.kv) for chunk in sample.chunks]
@@ -51,7 +51,7 @@ class TestLook:
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
-        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
+        caches, runtime = engine.parts.models.auxiliary_caches, engine.parts.models.auxiliary_caches.runtime
         [sample] = synthetic_samples(1, chunk_words=20)
         tail = f"{sample.question} " * 20
         ids = runtime.tokenize(tail).ids
@@ -64,7 +64,7 @@ class TestLook:
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
-        caches = CacheClipEngine(config).parts.auxiliary_caches
+        caches = CacheClipEngine(config).parts.models.auxiliary_caches
         for sample in synthetic_samples(7, chunk_words=20):
             seen = look(caches, sample)
             start = 0
