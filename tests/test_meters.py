@@ -24,9 +24,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 50, 322
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 16_155
+MOST_CODE = 16_135
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (19, 3, 0)
+MOST_LARGE = (15, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_TEST_LINES = (29_663, 56_488)
 """Lines of the core's tests, and of all tests."""
@@ -40,7 +40,7 @@ MOST_INNER_NAMES_OF_GUESTS_TESTS = 49
 MOST_GUESTS_IN_CORE_TESTS = 29
 """Modules of guests that tests of the core import."""
 MOST_SHARED_CLASS_NAMES = 2
-MOST_VAGUE_NAMES = 387
+MOST_VAGUE_NAMES = 373
 """Uses of variables that are called ``given`` or ``found``, whatever was given or found."""
 
 

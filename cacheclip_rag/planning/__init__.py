@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..runtime.transformers.planning import PlanningRuntime as PlanningRuntime
     from .engine import PlanningEngine as PlanningEngine
     from .prompts import PlannedPrompt as PlannedPrompt
-    from .stored import StoredInterval as StoredInterval, check_fits as check_fits, copy_stream as copy_stream
+    from .stored import StoredInterval as StoredInterval, check_fits as check_fits
 
 
 __getattr__, __all__ = late_names(
@@ -40,6 +40,6 @@ __getattr__, __all__ = late_names(
         "..runtime.transformers.planning": "PlanningRuntime",
         "engine": "PlanningEngine",
         "prompts": "PlannedPrompt",
-        "stored": "StoredInterval check_fits copy_stream",
+        "stored": "StoredInterval check_fits",
     },
 )

@@ -7,8 +7,8 @@ for each tenant, in a thread), then vLLM, then ``replies.py`` (our statistics), 
 (asked again for plain prefill, and compared). ``settings.py`` takes the options from one process to the other.
 
 Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``scheduling.py``,
-``loading.py``, ``rows.py``, ``passes.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a program,
-``measuring.py`` for a laboratory. Only ``connector``, ``capturing`` and ``rows`` import vLLM at once.
+``loading.py``, ``layers_ahead.py``, ``rows.py``, ``passes.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a
+program, ``measuring.py`` for a laboratory. Only ``connector``, ``capturing`` and ``rows`` import vLLM at once.
 :mod:`cacheclip_rag.planning` plans prompts, and brings stored KV to its positions.
 """
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheclip_rag.planning import FusionPlan, PlanningRuntime, StoredInterval, check_fits, copy_stream
+from cacheclip_rag.planning import FusionPlan, PlanningRuntime, StoredInterval, check_fits
 from cacheclip_rag.store import KV
 
 from .captures import open_context
+from .layers_ahead import LayersAhead, copy_stream
 from .parameters import Settings
 from .passes import Pass, passes
 from .scheduling import Load
@@ -308,7 +309,7 @@ class _PassWriter:
     def __init__(self, loader: Loader, load: Load, plan: FusionPlan, each: Pass, kv: Mapping[str, KV]) -> None:
         self._plan, device = plan, loader._device
         self._stored = StoredInterval.of(plan, kv, each.begin, each.end, loader._runtime, device)
-        self.layers = self._stored.ahead(loader._heads, len(loader._layers), loader._side)
+        self.layers = LayersAhead(self._stored, loader._heads, len(loader._layers), loader._side)
         self.rows = torch.cat(
             [torch.zeros(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in each.runs)]
         )

@@ -22,7 +22,7 @@ import pytest
 import torch
 from cacheclip_shared.care import create
 from cacheclip_testing.plugin import CHUNKS
-from cacheclip_vllm import loading
+from cacheclip_vllm import layers_ahead, loading
 from cacheclip_vllm.captures import write_context
 from cacheclip_vllm.loading import Loader, local_heads
 from cacheclip_vllm.parameters import Settings
@@ -34,7 +34,7 @@ from vllm_worker import BLOCK, METHODS, Worker, Writer
 
 from cacheclip_rag import CacheClipEngine, ModelError
 from cacheclip_rag.models.fingerprint import file_states
-from cacheclip_rag.planning import StoredInterval, load_planning, stored
+from cacheclip_rag.planning import StoredInterval, load_planning
 from cacheclip_rag.store import StoreReader, joined
 
 
@@ -223,7 +223,7 @@ class TestLoads:
             Writer.do_kv_cache_update,
         )
         monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-        for module in (stored, joined):
+        for module in (layers_ahead, joined):
             monkeypatch.setattr(module, "COPIES_BESIDE", ("cpu",))
         worker = Worker(made, method, max_rows=60)
         numbers = {id(each): number for number, each in worker.layers.items()}
