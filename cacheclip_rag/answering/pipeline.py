@@ -20,7 +20,7 @@ from ..base.errors import ConfigurationError
 from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
-from ..plan.plan import Plan, least_computed, make_plan
+from ..plan.plan import ROWS_FOR_EXACT_KV, Plan, least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from .completion import IdleCompletion
@@ -29,7 +29,7 @@ from .options import Request
 from .parts import Parts
 from .prefill import Prefilled, Prefilling
 from .text import read_calls
-from .turns import turns_of
+from .turns import Pause, turns_of
 from .verification import CALL_CONFIDENCE, Gate, Verification
 from .writer import ChunkWriter
 
@@ -84,9 +84,10 @@ class Answering:
             prompt = self._segment(request)  # before the turn: a long prompt holds up no other one
             kv_sources, generation = prompt.prefilling.kv_sources, prompt.prefilling.generation
         with turns.answer():
-            with turns.prompt():  # until the first token is there, whether or not its text waits
+            # until the first token is there, whether or not its text waits
+            with turns.prompt(lambda: self._work(prompt)) as pause:
                 with waiting_at_most(ANSWER_WAIT_S):
-                    plan, prefilled = self._plan_and_prefill(prompt, self.observers)
+                    plan, prefilled = self._plan_and_prefill(prompt, self.observers, pause)
                 verification = _verification(prompt, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
@@ -120,6 +121,14 @@ class Answering:
                 yield event
             if missing or self.writer.late:
                 self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)
+
+    def _work(self, prompt: _PromptSegments) -> int:
+        """Tokens to compute of a prompt, as far as is known before others have left their KV. A few take as long as
+        one."""
+        with waiting_at_most(ANSWER_WAIT_S):
+            plan, prompt_cache = self._plan(prompt), prompt.prefilling.kv_sources.prompt_cache
+        plain = plan.layout.num_tokens - prompt_cache.known(plan.layout.token_ids)
+        return max(ROWS_FOR_EXACT_KV, min(plain, plan.known.computed_tokens(plan.method.nominal_ratio)))
 
     def plan(self, request: Request) -> Plan:
         """Decide how to answer. Computes no tensor."""
@@ -184,17 +193,19 @@ class Answering:
         with turns_of(prompt.prefilling.kv_sources.primary.runtime).prompt():
             return self._plan_and_prefill(prompt, ())[1]
 
-    def _plan_and_prefill(self, prompt: _PromptSegments, observers: Sequence[Observer]) -> tuple[Plan, Prefilled]:
+    def _plan_and_prefill(
+        self, prompt: _PromptSegments, observers: Sequence[Observer], pause: Pause | None = None
+    ) -> tuple[Plan, Prefilled]:
         clock = prompt.prefilling.clock
-        queued_s = clock.elapsed() - clock.seconds["lookup"]
+        clock.queued_s = clock.elapsed() - clock.seconds["lookup"]
         plan = self._plan(prompt)
         for observer in observers:
             plan = observer.on_plan(plan, prompt.prefilling.kv_sources) or plan
-        prefilled = prompt.prefilling.run(plan)
+        prefilled = replace(prompt.prefilling, pause=pause).run(plan)
         if plan.prediction is not None:
             self.parts.controllers.observe(prompt.request.method, plan, prefilled.stats)
             prefilled = replace(prefilled, stats=replace(prefilled.stats, predicted_ttft_s=plan.prediction.seconds))
-        return plan, replace(prefilled, stats=replace(prefilled.stats, queued_s=queued_s))
+        return plan, prefilled
 
 
 def _verification(prompt: _PromptSegments, prefilled: Prefilled) -> Verification | None:

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,9 +19,15 @@ from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import KVSource, State, wait_for
 from ..runtime.prompt_cache import Approximate
+from .turns import Pause
 
 logger = logging.getLogger(__name__)
 
+
+_SLICE_TOKENS = {"cpu": 512}
+"""Tokens of a slice of plain prefill, by type of device: running answers wait for one."""
+_LARGE_SLICE = 2048
+"""The same for others, which fewer tokens leave idle. vLLM's, too."""
 
 Keep = Callable[[Sequence[int], Any], None]
 """Lets later prompts use the KV that a state has of these tokens, of a prompt and its answer."""
@@ -99,6 +106,8 @@ class Prefilling:
     """Whether it is recorded which tokens were computed again."""
     moved_confidence: float = 0.0
     """Least confidence of the first token where KV is moved, if it is more than the method's."""
+    pause: Pause | None = None
+    """Lets others go first between two slices of plain prefill; None: it is computed at once."""
 
     def run(self, plan: Plan) -> Prefilled:
         """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
@@ -181,12 +190,25 @@ class Prefilling:
         with match:
             # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
             used = replace(plan, known=known_kv(replace(layout, num_prefix=0), (), match.runs))
+            known, work = match.num_tokens, layout.num_tokens - match.num_tokens
+            most = _SLICE_TOKENS.get(runtime.device.type, _LARGE_SLICE)
+            is_cut = self.pause is not None and runtime.can_extend and layout.num_tokens <= runtime.reuse_tokens
+            slices = max(1, round(work / most)) if is_cut else 1
+            stops = [known + work * number // slices for number in range(1, slices + 1)]
             if match.num_tokens:
-                state, logits = runtime.prefill_from(match, layout.ids, capacity, self.clock)
+                state, logits = runtime.prefill_from(match, layout.ids[: stops[0]], capacity, self.clock)
             else:
                 with self.clock.phase("recompute"):
-                    state, logits = runtime.prefill(layout.ids, capacity)
+                    state, logits = runtime.prefill(layout.ids[: stops[0]], capacity)
                     wait_for(logits.device)
+        for start, stop in pairwise(stops):
+            assert self.pause is not None, "without it, there is one slice"
+            began = self.clock.elapsed()
+            self.pause(start - known, work)
+            self.clock.queued_s += self.clock.elapsed() - began
+            with self.clock.phase("recompute"):
+                logits = cast("torch.Tensor", runtime.extend(state, layout.ids[start:stop], start))
+                wait_for(logits.device)
         stats = replace(stats_of(used, self.clock, logits), misses=0, missed_tokens=0)
         stats = replace(stats, charged_ratio=stats.effective_ratio)
         keeping = self.keep_exact() if self.kv_sources.shares_prefixes(method, layout) else None
@@ -230,6 +252,7 @@ def stats_of(
         left_to_read_s=clock.left_to_read_s,
         reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
+        queued_s=clock.queued_s,
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=known.count(KVSource.CACHED),
         moved_tokens=known.moved_tokens,

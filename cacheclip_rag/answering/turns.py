@@ -1,15 +1,19 @@
-"""Who computes when several questions are asked at once: prompts one by one, first come, first token.
+"""Who computes when several questions are asked at once: prompts one by one, the one with the least work first.
 
 Prompts that are computed beside one another finish together, and late: four at once have their first tokens when the
 last of four in a row would have it, and on shared cores their threads hinder one another. So a prompt waits until those
-before it have their first tokens. Tokens of running answers are not computed beside a prompt either, but between two
-prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
-by more than the time of one token. Tokens of several answers are computed in one pass, which reads the weights once
-for all: whoever asks first computes for all who wait (flat combining).
+before it have their first tokens. Its rank is the work that was done when it came, and its own, in tokens to compute:
+short prompts pass long ones, and no more work passes a prompt than it is itself. Long ones are computed in slices, and
+between two slices whoever has a lower rank goes first.
+
+Tokens of running answers are not computed beside a prompt either, but between two prompts or slices every answer that
+waits gets one: no stream of questions can stop an answer, and no answer delays a first token by more than the time of
+one token. Tokens of several answers are computed in one pass, which reads the weights once for all: whoever asks first
+computes for all who wait (flat combining).
 
 A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
-question whose caller leaves while it waits leaves the queue (:class:`Waiter`). Work that nobody waits for goes on in
-short turns while no answer is under way.
+question whose caller leaves while it waits leaves the queue (:class:`Waiter`), and between two slices, too. Work that
+nobody waits for goes on in short turns while no answer is under way.
 
 Turns belong to a loaded model: engines that share its weights (of several tenants, for instance) share one queue.
 """
@@ -19,11 +23,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -101,6 +105,23 @@ class _OfThread(threading.local):
 
 
 @dataclass(eq=False, slots=True)
+class _WaitingPrompt:
+    """A prompt that waits for its turn, or has it."""
+
+    came: int
+    """Work that was done when it came. This and all work: tokens to compute."""
+    work: int
+    """Its own work, as far as it is known; 0 until somebody waits."""
+    done: int = 0
+    """Work of its slices so far."""
+
+
+Pause = Callable[[int, int], None]
+"""Called in a prompt's turn after a slice, with the tokens computed so far and those of the whole prompt: others go
+first, if it is their turn. Raises CallerLeft."""
+
+
+@dataclass(eq=False, slots=True)
 class _DecodeStep:
     """A token of an answer, and the logits after it."""
 
@@ -127,8 +148,10 @@ class Turns:
         self._changed = threading.Condition()
         self._answers = 0
         """Answers under way, from the question to the last token."""
-        self._prompts: deque[object] = deque()
-        """Prompts that wait, in the order of their arrival; the running one first."""
+        self._prompts: list[_WaitingPrompt] = []
+        """Prompts that wait, in the order of their arrival, and the running one."""
+        self._work = 0
+        """Work that was done while others waited."""
         self._is_running = False
         """Whether a prompt has its turn."""
         self._tokens = 0
@@ -136,7 +159,7 @@ class Turns:
         self._waiting = 0
         """Tokens that wait for the running prompt, or for the next one."""
         self._ended = 0
-        """Prompts that had their turn."""
+        """Turns of prompts that ended."""
         self._invited = 0
         """Tokens that waited for a prompt, and go before the next one."""
         self._asked: list[_DecodeStep] = []
@@ -177,39 +200,61 @@ class Turns:
             yield
 
     @contextmanager
-    def prompt(self) -> Iterator[None]:
-        """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
+    def prompt(self, work: Callable[[], int] = lambda: 0) -> Iterator[Pause | None]:
+        """The turn of a prompt: waits for prompts that go first, and for tokens that are being computed. ``work`` is
+        asked for the tokens to compute if others wait. Gives what lets others go first between two slices; None: nobody
+        is there who could, nor could the caller leave."""
         if self._own.has_turn:
-            yield
+            yield None
             return
-        ticket = object()
+        mine = _WaitingPrompt(self._work, work() if self._prompts else 0)
         with self._changed:
-            self._prompts.append(ticket)
-            try:
-                self._wait_until(
-                    lambda: self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
-                )
-            except BaseException:
-                self._prompts.remove(ticket)
-                self._changed.notify_all()
-                raise
-            self._is_running = True
+            self._prompts.append(mine)
+            self._begin(mine)
         self._own.has_turn = True
         try:
-            yield
+            yield partial(self._pause, mine) if CALLER.get() is not None or self._answers > 1 else None
         finally:
             self._own.has_turn = False
             with self._changed:
-                self._prompts.popleft()
-                self._is_running = False
-                self._ended += 1
-                self._invited += self._waiting
-                self._waiting = 0
-                self._changed.notify_all()
+                if mine in self._prompts:  # else its caller left between two slices
+                    self._prompts.remove(mine)
+                    self._end(mine, mine.work)
+
+    def _pause(self, mine: _WaitingPrompt, done: int, work: int) -> None:
+        with self._changed:
+            mine.work = work
+            self._end(mine, done)
+            self._begin(mine)
+
+    def _begin(self, mine: _WaitingPrompt) -> None:
+        """Wait for a prompt's turn, and take it."""
+        try:
+            self._wait_until(
+                lambda: (
+                    not (self._is_running or self._tokens or self._invited)
+                    and mine is min(self._prompts, key=lambda each: each.came + each.work)
+                )
+            )
+        except BaseException:
+            self._prompts.remove(mine)
+            self._changed.notify_all()
+            raise
+        self._is_running = True
+
+    def _end(self, mine: _WaitingPrompt, done: int) -> None:
+        """Give a prompt's turn back, with so much of its work done."""
+        self._work, mine.done = self._work + done - mine.done, done
+        self._is_running = False
+        self._ended += 1
+        self._invited += self._waiting
+        self._waiting = 0
+        self._changed.notify_all()
 
     @contextmanager
     def token(self) -> Iterator[None]:
-        """The turn of one token of an answer: waits for a prompt that is being computed, or that came before."""
+        """The turn of one token of an answer: waits for a prompt, or a slice of it, that is being computed or comes
+        next."""
         if self._own.has_turn:
             yield
             return

@@ -23,6 +23,8 @@ class PhaseClock:
     """Seconds for which the store was still read after the recompute had begun."""
     reading_s: float = 0.0
     """Seconds for which the store was read, whether anybody waited for it or not."""
+    queued_s: float = 0.0
+    """Seconds of waiting for other requests."""
 
     @contextmanager
     def phase(self, name: str, *, within: str | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Turns: prompts in the order of their arrival and alone, tokens between them, nothing held by who gives up."""
+"""Turns: prompts by their work and alone, tokens between them and their slices, nothing held by who gives up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from cacheclip_rag.answering.turns import Turns, turns_of
+from cacheclip_rag.answering.turns import CallerLeft, Turns, Waiter, turns_of
 
 if TYPE_CHECKING:
     from cacheclip_rag.runtime.base import Runtime
@@ -69,6 +69,96 @@ def test_prompts_in_the_order_of_their_arrival() -> None:
         assert not order
     threads.join()
     assert order == list(range(8))
+
+
+def ask(turns: Turns, threads: Threads, order: list[str], *prompts: tuple[str, int]) -> None:
+    """Prompts that come while another one has its turn: names and tokens."""
+
+    def work(name: str, tokens: int) -> None:
+        with turns.prompt(lambda: tokens):
+            order.append(name)
+
+    for name, tokens in prompts:
+        before = len(turns._prompts)
+        threads.start(lambda name=name, tokens=tokens: work(name, tokens))  # type: ignore[misc]
+        until(lambda before=before: len(turns._prompts) == before + 1)  # type: ignore[misc]
+
+
+def test_short_prompts_pass_long_ones() -> None:
+    turns, order, threads = Turns(), list[str](), Threads()
+    with turns.prompt():
+        ask(turns, threads, order, ("long", 900), ("short", 20), ("shorter", 10), ("short again", 20))
+    threads.join()
+    assert order == ["shorter", "short", "short again", "long"]
+
+
+def test_no_more_work_passes_a_long_prompt_than_it_is_itself() -> None:
+    """Of short prompts, each of which comes when the one before has its turn."""
+    turns, order, threads = Turns(), list[str](), Threads()
+
+    def short(number: int) -> None:
+        with turns.prompt(lambda: 10):
+            order.append("short")
+            if number < 50:
+                before = len(turns._prompts)
+                threads.start(lambda: short(number + 1))
+                until(lambda: len(turns._prompts) > before)
+
+    with turns.prompt():
+        ask(turns, threads, order, ("long", 95))
+        threads.start(lambda: short(1))
+        until(lambda: len(turns._prompts) == 3)
+    until(lambda: len(order) == 51)
+    threads.join()
+    assert order.index("long") == 10
+
+
+def test_between_two_slices_others_go_first() -> None:
+    turns, order, threads = Turns(), list[str](), Threads()
+
+    def token() -> None:
+        with turns.token():
+            order.append("token")
+
+    with turns.answer(), turns.answer(), turns.prompt() as pause:
+        assert pause is not None
+        pause(10, 100)
+        ask(turns, threads, order, ("longer", 200), ("as long", 90), ("short", 20))
+        threads.start(token)
+        until(lambda: turns._waiting == 1)
+        pause(20, 100)
+        order.append("slice")
+        ask(turns, threads, order, ("short", 20))
+        pause(80, 100)
+        order.append("slice")
+    threads.join()
+    assert order == ["token", "short", "slice", "short", "slice", "as long", "longer"]
+    assert (turns._waiting, turns._invited, turns._prompts) == (0, 0, [])
+
+
+def test_who_is_alone_has_no_slices() -> None:
+    turns = Turns()
+    with turns.answer(), turns.prompt() as pause:
+        assert pause is None
+        with turns.prompt() as inner:
+            assert inner is None
+    with Waiter().asking(), turns.answer(), turns.prompt() as pause:
+        assert pause is not None, "the caller may leave"
+        with turns.prompt() as inner:
+            assert inner is None, "an observer's question is not cut: the prompt around it waits"
+
+
+def test_who_leaves_between_two_slices_holds_up_nobody() -> None:
+    turns, caller = Turns(), Waiter()
+    with caller.asking(), turns.prompt() as pause:
+        assert pause is not None
+        pause(1, 2)
+        caller.leave()
+        with pytest.raises(CallerLeft):
+            pause(2, 3)
+    for kind in ("prompt", "token"):
+        take(turns, kind)
+    assert (turns._waiting, turns._invited, turns._prompts, turns.is_idle) == (0, 0, [], True)
 
 
 def test_a_waiting_answer_gets_one_token_between_two_prompts() -> None:

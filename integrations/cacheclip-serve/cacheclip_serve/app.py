@@ -317,9 +317,13 @@ class App:
         between. The seconds that each waited are in its statistics."""
         began = time.perf_counter()
         for number, question in enumerate(questions):
-            needed = self.backend.kv_bytes(question)
-            how = {"goes_on": number > 0, "in_background": question.in_background}
-            async with self._queue.place(question.tenant, needed, **how) as started:
+            async with self._queue.place(
+                question.tenant,
+                self.backend.kv_bytes(question),
+                num_tokens=self.backend.work_tokens(question),
+                goes_on=number > 0,
+                in_background=question.in_background,
+            ) as started:
                 waited_s = time.perf_counter() - began
                 async with aclosing(self.backend.answer(question)) as events:
                     async for event in events:

@@ -59,6 +59,11 @@ class ServingBackend(ABC):
         """About how many bytes of KV the answer needs. 0: the backend sees to it itself."""
         return 0
 
+    def work_tokens(self, question: ServedQuestion) -> int:
+        """About how many tokens the question's prompt has, by which short ones pass long ones. 0: the first that comes
+        is the first."""
+        return 0
+
     @abstractmethod
     def count_tokens(self, question: ServedQuestion) -> int:
         """Tokens of the question's prompt."""

@@ -63,12 +63,15 @@ class TransformersBackend(ServingBackend):
         )
 
     def kv_bytes(self, question: ServedQuestion) -> int:
-        runtime, prompt = self.engine(self._config.namespace).primary, question.prompt
-        contents = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
-        length = sum(len(content.encode("utf-8", "replace")) for content in contents)
-        tokens = length // _BYTES_OF_TOKEN + room_for(question.options.params)
+        runtime = self.engine(self._config.namespace).primary
+        tokens = self.work_tokens(question) + room_for(question.options.params)
         of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
         return min(tokens, runtime.context_tokens) * of_token
+
+    def work_tokens(self, question: ServedQuestion) -> int:
+        prompt = question.prompt
+        contents = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+        return sum(len(content.encode("utf-8", "replace")) for content in contents) // _BYTES_OF_TOKEN
 
     def count_tokens(self, question: ServedQuestion) -> int:
         options = replace(question.options, method="full", recompute_ratio=None, max_ttft_s=None)

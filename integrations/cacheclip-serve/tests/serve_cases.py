@@ -91,14 +91,14 @@ class Questions:
         self._ends = dict[str, asyncio.Event]()
         self._tasks = dict[str, asyncio.Task[None]]()
 
-    def ask(self, *names: str, num_bytes: int = 0, in_background: bool = False) -> None:
+    def ask(self, *names: str, num_bytes: int = 0, **how: Any) -> None:
         """``a1`` is a question of tenant ``a``."""
         for name in names:
             self._ends[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._run(name, num_bytes, in_background))
+            self._tasks[name] = asyncio.create_task(self._run(name, num_bytes, how))
 
-    async def _run(self, name: str, num_bytes: int, in_background: bool) -> None:
-        async with self.queue.place(name[0], num_bytes, in_background=in_background) as begun:
+    async def _run(self, name: str, num_bytes: int, how: dict[str, Any]) -> None:
+        async with self.queue.place(name[0], num_bytes, **how) as begun:
             self.started.append(name)
             self._begun[name] = begun
             await self._ends[name].wait()

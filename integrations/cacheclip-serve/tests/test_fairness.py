@@ -133,6 +133,44 @@ class TestQueue:
         assert asked.started[6:] == ["b3"]
         await asked.end("b3")
 
+    async def test_short_questions_pass_long_ones_of_their_tenant(self) -> None:
+        asked = Questions(Queue(1, 99))
+        asked.ask("a0")
+        asked.ask("a1", num_tokens=900)
+        asked.ask("b1", num_tokens=500)
+        asked.ask("a2", "a3", num_tokens=20)
+        await settle()
+        for name in ("a0", "a2", "b1", "a3", "a1"):
+            assert asked.started[-1] == name
+            await asked.end(name)
+
+    async def test_a_short_question_passes_long_ones_that_have_begun(self) -> None:
+        asked = Questions(Queue(32, 99))
+        asked.ask(*(f"a{number}" for number in range(6)), num_tokens=900)
+        await settle()
+        assert asked.started == ["a0", "a1", "a2", "a3"]
+        asked.ask("a6", num_tokens=20)
+        asked.ask("a7", num_tokens=900)
+        await settle()
+        assert asked.started[4:] == ["a6"]
+        await asked.first_token("a6")
+        assert asked.started[5:] == [], "a place that was beside the others gives none"
+        for name in ("a0", "a1", "a2", "a3", "a6", "a4", "a5", "a7"):
+            await asked.end(name)
+
+    async def test_no_more_tokens_pass_a_long_question_than_it_has(self) -> None:
+        asked = Questions(Queue(1, 99))
+        asked.ask("a0", num_tokens=10)
+        await settle()
+        asked.ask("a_long", num_tokens=95)
+        for number in range(40):
+            asked.ask(f"a{number + 1}", num_tokens=10)
+            await settle()
+            await asked.end(asked.started[-1])
+        assert asked.started.index("a_long") == 10
+        while asked.queue.running:
+            await asked.end(asked.started[-1])
+
     async def test_one_of_several_tenants_does_not_hold_all_memory(self) -> None:
         asked = Questions(Queue(32, 9, is_shared=True))
         asked.queue.most_bytes = 100

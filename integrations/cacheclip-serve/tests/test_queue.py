@@ -20,8 +20,8 @@ from cacheclip_serve.server import Server
 from fake_time import FakeTime
 from serve_cases import Served, running, until
 
-from cacheclip_rag import CallOptions, ConfigurationError, EngineConfig, SamplingParams
-from cacheclip_rag.answering.pipeline import Answering
+from cacheclip_rag import CallOptions, ConfigurationError, EngineConfig, ModelError, SamplingParams
+from cacheclip_rag.answering.prefill import Prefilling
 from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock as base_clock
 
@@ -97,8 +97,8 @@ class TestQueue:
         """By a clock that only sleeps move: before its turn, in the model's queue and while tokens are computed."""
         clock = Clock(monkeypatch, app, base_clock)
         queue, runtime = narrow.server.app._queue, narrow.engine.primary
-        slow = clock.slowly(Answering._plan, 2.0)
-        monkeypatch.setattr(Answering, "_plan", lambda *args: slow(*args))
+        slow = clock.slowly(Prefilling.run, 2.0)
+        monkeypatch.setattr(Prefilling, "run", lambda *args: slow(*args))
         monkeypatch.setattr(runtime, "decode_step", clock.slowly(runtime.decode_step, 0.5))
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
         with ThreadPoolExecutor(2) as pool, prompts_of(narrow).prompt():
@@ -235,14 +235,23 @@ class TestSilence:
         rest = [line for line in lines if line.startswith("data: ")]
         assert '"role":"assistant"' in rest[0] and rest[-1] == "data: [DONE]"
 
-    def test_an_error_after_it_is_an_event(self, narrow: Served) -> None:
-        body = {"messages": [{"role": "user", "content": "word " * 6000}], "stream": True}
+    def test_an_error_after_it_is_an_event(self, narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*arguments: Any) -> Any:
+            raise ModelError("the weights are damaged.")
+
+        monkeypatch.setattr(Prefilling, "run", fails)
+        body = {"messages": [{"role": "user", "content": "word"}], "stream": True}
         with prompts_of(narrow).prompt():
             response = narrow.client.send(narrow.client.build_request("POST", PATH, json=body), stream=True)
             lines = response.iter_lines()
             assert next(lines) == ": waiting"
         rest = [line for line in lines if line.startswith("data: ")]
-        assert len(rest) == 1 and "context_length_exceeded" in rest[0]
+        assert len(rest) == 1 and "server_error" in rest[0]
+
+    def test_a_prompt_that_is_too_long_is_refused_before_it_waits(self, narrow: Served) -> None:
+        with prompts_of(narrow).prompt():
+            response = narrow.chat("word " * 6000, stream=True)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
 
 
 class TestStopping:
