@@ -61,9 +61,7 @@ class TestTargets:
         for sample in synthetic_samples(2, chunk_words=25):
             target = attended_and_stale(engine, sample)
             assert target is not None and float(target.sum()) == pytest.approx(1.0, abs=1e-5)
-            assert len(target) == sum(
-                len(engine.parts.models.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks
-            )
+            assert len(target) == sum(map(len, map(engine.parts.models.auxiliary_caches.tokenize, sample.chunks)))
             assert bool((target >= 0).all())
 
     def test_mass_is_handed_over_by_characters(self) -> None:
