@@ -19,6 +19,7 @@ from .objects import Objects
 from .place import LAYOUT, SharedPlace, failing_as, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
 from .table import Removal, TextTable, is_digest, is_payload, schema
+from .table_care import TendedTable
 
 _TENANTS = "tenants/"
 _FOLDER = re.compile(r"tenants/[0-9a-f]{16}")
@@ -101,7 +102,7 @@ def _each_tenant(objects: Objects, run: Callable[[str], None], found: dict[str, 
 class SharedTenant:
     """What one tenant has in a shared store."""
 
-    table: TextTable
+    table: TendedTable
     objects: list[dict[str, Any]] = field(default_factory=list)
     """Payloads: path, size, last_modified."""
     known: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class SharedTenant:
 
 
 def _look(objects: Objects, folder: str) -> SharedTenant:
-    table = TextTable(objects.place, folder=folder)
+    table = TendedTable(objects.place, folder=folder)
     found = SharedTenant(table)
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
     found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
@@ -257,7 +258,7 @@ def verify(url: str) -> dict[str, Any]:
     found: dict[str, Any] = {"payloads": 0, "bytes": 0, "damaged": [], "other_versions": 0, "missing": 0}
 
     def read(folder: str) -> None:
-        found["damaged"] += TextTable(objects.place, folder=folder).repair()
+        found["damaged"] += TendedTable(objects.place, folder=folder).repair()
         tenant = _look(objects, folder)
         for each in tenant.objects:
             found["payloads"] += 1
@@ -296,7 +297,7 @@ def compact(url: str) -> dict[str, int]:
     objects, found = _opened(url), {"files": 0, "removed": 0}
 
     def pack(folder: str) -> None:
-        for name, count in TextTable(objects.place, folder=folder).compact().items():
+        for name, count in TendedTable(objects.place, folder=folder).compact().items():
             found[name] += count
 
     _each_tenant(objects, pack, found)

@@ -35,6 +35,34 @@ _AT_ONCE = 500
 """Documents that a store is asked for in one call."""
 
 
+class _HeldDocuments:
+    """What the wrapped store holds, and the release of what it does not hold any more."""
+
+    def __init__(self, store: VectorStore, llm: LangChainFields) -> None:
+        self._store, self._llm = store, llm
+
+    def ids(self, known: list[str] | None = None) -> list[str]:
+        """Ids of the documents in the wrapped store, of ``known`` or of all that have chunk caches."""
+        known, held = self._llm.engine.texts.sources() if known is None else known, list[str]()
+        try:
+            for start in range(0, len(known), _AT_ONCE):
+                found = self._store.get_by_ids(known[start : start + _AT_ONCE])
+                held += [document.id for document in found if document.id]
+        except NotImplementedError:
+            logger.warning(
+                "%s does not tell which documents it holds, so that their chunk caches stay. Release them: "
+                "llm.engine.release(sources=ids).",
+                type(self._store).__name__,
+            )
+        return held
+
+    def release(self, ids: list[str] | None, held: list[str]) -> None:
+        """Release these, and those of ``held`` that the wrapped store does not hold any more."""
+        gone = [*(ids or ()), *{*held}.difference(self.ids(held))]
+        if gone:
+            self._llm.engine.release(sources=gone)
+
+
 class CacheClipVectorStore(VectorStore):
     """Wraps a vector store. Added documents are precomputed for a model. Deleted documents are released, unless another
     document has the same text. The wrapped store does the searches.
@@ -54,7 +82,7 @@ class CacheClipVectorStore(VectorStore):
     """
 
     def __init__(self, store: VectorStore, llm: LangChainFields) -> None:
-        self.store, self.llm = store, llm
+        self.store, self.llm, self._held = store, llm, _HeldDocuments(store, llm)
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the wrapped store, such as ``save_local``, but for methods that change documents. Those
@@ -135,15 +163,15 @@ class CacheClipVectorStore(VectorStore):
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents and release their chunk caches. Without ``ids``, or with other arguments, the wrapped store
         decides what to delete: it is asked what it holds before and afterwards."""
-        held = self._held() if _is_open(ids, kwargs) else []
+        held = self._held.ids() if _is_open(ids, kwargs) else []
         done = self.store.delete(ids, **kwargs)
-        self._release(ids, held)
+        self._held.release(ids, held)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        held = await asyncio.to_thread(self._held) if _is_open(ids, kwargs) else []
+        held = await asyncio.to_thread(self._held.ids) if _is_open(ids, kwargs) else []
         done = await self.store.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._release, ids, held)
+        await asyncio.to_thread(self._held.release, ids, held)
         return done
 
     def _update(
@@ -157,36 +185,15 @@ class CacheClipVectorStore(VectorStore):
 
     def _empty(self, empty: Callable[..., Any], *args: Any, ask: bool = False, **kwargs: Any) -> Any:
         """``ask``: ask the store what is left, else nothing is."""
-        held = self._held()
+        held = self._held.ids()
         done = empty(*args, **kwargs)
-        self._release(*((None, held) if ask else (held, [])))
+        self._held.release(*((None, held) if ask else (held, [])))
         return done
-
-    def _held(self, known: list[str] | None = None) -> list[str]:
-        """Ids of the documents in the wrapped store, of ``known`` or of all that have chunk caches."""
-        known, held = self.llm.engine.texts.sources() if known is None else known, list[str]()
-        try:
-            for start in range(0, len(known), _AT_ONCE):
-                found = self.store.get_by_ids(known[start : start + _AT_ONCE])
-                held += [document.id for document in found if document.id]
-        except NotImplementedError:
-            logger.warning(
-                "%s does not tell which documents it holds, so that their chunk caches stay. Release them: "
-                "llm.engine.release(sources=ids).",
-                type(self.store).__name__,
-            )
-        return held
 
     def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
         """Release older texts under the same ids, which the store no longer holds."""
         self.llm._settle(_with_ids(documents, ids))
         return ids
-
-    def _release(self, ids: list[str] | None, held: list[str]) -> None:
-        """Release these, and those of ``held`` that the wrapped store does not hold any more."""
-        gone = [*(ids or ()), *{*held}.difference(self._held(held))]
-        if gone:
-            self.llm.engine.release(sources=gone)
 
     # -- searches -----------------------------------------------------------------------------------------------
 
