@@ -26,7 +26,7 @@ MOST_FILES, MOST_FUNCTIONS = 50, 322
 """That one ``generate`` passes (``cacheclip``, four hits)."""
 MOST_CODE = 16_181
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (15, 3, 0)
+MOST_LARGE = (13, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_TEST_LINES = (29_863, 56_735)
 """Lines of the core's tests, and of all tests."""
