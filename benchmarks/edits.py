@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheclip_lab.evaluation.edits import Chat, edits
 from cacheclip_lab.evaluation.records import Record
 from resumed import ask_each, spread
 
@@ -33,43 +34,16 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.measuring import kl_divergence, processor_name
 
 ANSWER = SamplingParams(max_tokens=24)
-Chat = list[dict[str, Any]]
 
 
-def chat(header: str, passages: Sequence[str], question: str) -> Chat:
-    """Passages as what tools found, each with a short answer of the assistant."""
-    rules = "Answer the user's question from the tool results above it, in as few words as possible."
-    messages = [
-        {"role": "system", "content": f"x-billing: version=2.1.173; checksum={header};\nYou are careful. {rules}"}
-    ]
-    for passage in passages:
-        messages.append({"role": "user", "content": f"<tool_response>\n{passage}\n</tool_response>"})
-        messages.append({"role": "assistant", "content": "Noted."})
-    return [*messages, {"role": "user", "content": question}]
-
-
-def edits(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, Chat]]:
+def of_question(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, Chat]]:
     """The earlier prompt and the one that is asked, by edit, for the first record."""
     record = records[0]
     words = set(record.question.lower().split())
     own = sorted({chunk.text for chunk in record.chunks}, key=lambda text: -len(words & set(text.lower().split())))
     others = [chunk.text for each in records[1:] for chunk in each.chunks]
     *texts, foreign = [*dict.fromkeys([*own, *others])][: count + 1]
-    passages = sorted(texts)
-    summary = "\n".join(text[:80] for text in passages[:3])
-
-    def asked(texts: Sequence[str], header: str = "07c2e") -> Chat:
-        return chat(header, texts, record.question)
-
-    now = asked(passages)
-    return {
-        "header": (asked(passages, "a91f3"), now),
-        "deleted": (asked([passages[0], foreign, *passages[1:]]), now),
-        "replaced": (asked([passages[0], foreign, *passages[2:]]), now),
-        "inserted": (asked(passages[1:]), now),
-        "reversed": (asked(passages[::-1]), now),
-        "summarised": (now, asked([summary, *passages[3:]])),
-    }
+    return edits(sorted(texts), foreign, record.question)
 
 
 def measured(engine: CacheClipEngine, old: Chat, new: Chat) -> dict[str, Any]:
@@ -137,7 +111,7 @@ def main() -> None:
 
     def asked(name: str) -> dict[str, Any]:
         at = names.index(name)
-        pairs = edits([records[each] for each in [*names[at:], *names[:at]]], args.passages)
+        pairs = of_question([records[each] for each in [*names[at:], *names[:at]]], args.passages)
         return {"id": name, "edits": {edit: measured(engine, *pair) for edit, pair in pairs.items()}}
 
     items = ask_each(args.log, {name: name for name in names}, asked)

@@ -46,9 +46,9 @@ class OrderedRuntime(Protocol):
     """What :func:`fuse_in_order` asks of a runtime beside :class:`~cacheclip_rag.runtime.Runtime`. Stored KV that is
     put together (``held``) is the runtime's own."""
 
-    def place(self, match: KVMatch, num_cached: int, pieces: Iterable[PlacedKV]) -> tuple[Any, list[PlacedKV]]:
-        """KV at its positions in a prompt, and the pieces that could not be read. ``match``: KV of the prompt's first
-        tokens, of which ``num_cached`` are used."""
+    def place(self, match: KVMatch, used: Runs, pieces: Iterable[PlacedKV]) -> tuple[Any, list[PlacedKV]]:
+        """KV at its positions in a prompt, and the pieces that could not be read. ``used``: positions that take the KV
+        of ``match``."""
 
     def late_correction(self, held: Any, spans: Runs, runs: Runs, weight: float) -> Callable[[Any], None]:
         """What corrects KV of chunks that is not recomputed; called by :meth:`compute_in_order`.
@@ -82,7 +82,7 @@ def fuse_in_order(
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
-        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues)
+        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
     with match:
         known = known_kv(plan.layout, plan.reused, match.runs)
         return _fused(runtime, replace(plan, known=known), kv_sources, match, capacity, clock)
@@ -107,7 +107,7 @@ def _fused(
         clock.reading_s += reading.busy_s()
         with clock.phase("assemble"):
             kept, held = _placed(runtime, plan, kv_sources, match, stored)
-    if not kept.reused:
+    if not kept.reused and not kept.known.is_approximate:
         return None
     layout, known = kept.layout, kept.known
     rows = choose_rows(known, [(span, mask) for span, mask in chosen.items() if span in kept.reused])
@@ -149,8 +149,8 @@ def _placed(
             gone.append((span.start, span.stop))
         else:
             pieces.append(PlacedKV(bytes_of(whole), whole.shape[3], span.first, count, span.start))
-    num_held = known.count(KVSource.CACHED, KVSource.CONTINUED)
-    held, unread = runtime.place(match, num_held, pieces)
+    is_held = (known.source >= KVSource.CACHED.value) & ~known.border
+    held, unread = runtime.place(match, runs_of(is_held.nonzero()[0].tolist()), pieces)
     gone += [(piece.at, piece.at + piece.count) for piece in unread]
     kept = plan.reusing([span for span in plan.reused if span.start not in dict(gone)])
     return replace(kept, known=known.without(gone)), held

@@ -82,7 +82,7 @@ class TestIsWhatItIs:
         expected = reference(engine, old, new, wrong_by=wrong_by)
         found = logits(engine, new, engine.make_method("cacheclip", 0.2))
         assert found.stats.moved_tokens > found.stats.prompt_tokens / 2
-        assert (float((found.logits - expected).abs().max()) < 1e-4) is not wrong_by
+        assert (float((found.logits - expected).abs().max()) < 1e-4) == (not wrong_by)
         assert not found.is_exact
 
 

@@ -137,6 +137,14 @@ class Context:
                 library().llama_memory_seq_rm(self._memory, own, start, -1)
         cells.length = min(cells.length, start)
 
+    def keep(self, cells: Cells, runs: Sequence[tuple[int, int]]) -> None:
+        """Drop all positions that are in no run; they are ascending."""
+        edges = [0, *(edge for run in runs for edge in run), cells.length]
+        with self._lock:
+            for start, stop in zip(edges[::2], edges[1::2], strict=True):
+                for own in cells.ids if start < stop else ():
+                    library().llama_memory_seq_rm(self._memory, own, start, stop)
+
     def dump(self, cells: Cells, start: int, stop: int) -> bytes:
         """The KV of positions ``[start, stop)`` as llama.cpp writes it, with its positions."""
         api = library()

@@ -88,6 +88,7 @@ class LlamaRuntime(ChatText):
 
     can_score = False
     can_extend = True
+    can_move = True
     can_constrain = True
     reads_kv = False
     kv_codec = "opaque"
@@ -254,19 +255,20 @@ class LlamaRuntime(ChatText):
         check_process(self.name, self._process)
         return fuse_in_order(self, plan, kv_sources, capacity=capacity, clock=clock)
 
-    def place(self, match: KVMatch, num_cached: int, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
+    def place(self, match: KVMatch, used: Runs, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
         """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.
 
         Args:
-            match: KV of the prompt's first tokens, of which ``num_cached`` are used.
+            used: positions that take the KV of ``match``.
         """
         pieces = list(pieces)
-        before = self._state(match.num_tokens + sum(piece.num_tokens for piece in pieces))
+        num_matched = sum(run.stop - run.start for run in match.runs)
+        before = self._state(num_matched + _BLOCK + sum(piece.num_tokens for piece in pieces))
         held = before.cells
-        if num_cached:
+        if used:
             match.write_to(before)
-            self._context.cut(held, num_cached)
-        held.runs, unread = [(0, num_cached)], []
+            self._context.keep(held, used)
+        held.runs, unread = [*used], []
         for piece in pieces:
             if self._context.load(
                 piece.data, piece.num_tokens, held, first=piece.first, count=piece.count, at=piece.at

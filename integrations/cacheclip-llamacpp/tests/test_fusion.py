@@ -24,6 +24,7 @@ from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.plugins import PlacedKV
+from cacheclip_rag.runtime import KVSource
 
 RUNS_HERE = ("full", "prefix", "direct", "block", "epic", "cacheclip", "cacheclip-gated", "cacheclip-paper")
 
@@ -116,6 +117,37 @@ class TestExactness:
         found = runtime.compute_in_order(ids, held, [*runs, (299, 300)], 300)[1]
         assert float((found - last[0]).abs().max()) < TOLERANCE
         assert float((found - stale).abs().max()) > TOLERANCE  # the comparison sees the runs
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestMoved:
+    """KV of an earlier prompt at another position."""
+
+    @pytest.mark.parametrize("wrong_by", [0, 3])
+    @pytest.mark.parametrize("old", ["Checksum a91f3.", ""], ids=["another line", "a line more"])
+    def test_of_an_edited_prompt(self, make: MakeEngine, architecture: str, old: str, wrong_by: int) -> None:
+        """The same put together one run after the other. Planted: the KV of neighbouring tokens."""
+        engine = make(architecture, on_miss="ignore", min_confidence=0.0)
+        context, runtime, method = engine.primary._context, engine.primary, engine.make_method("epic", 0.2)
+        before, now = (f"{line}\n\n{PROMPT}" for line in (old, "It is a quarter past two."))
+        engine.generate(before, method="prefix", max_tokens=1)
+        layout = engine.plan(now, method=method).layout
+        with engine.parts.kv_sources(method).match(method, layout, continued=True, moves=True) as match:
+            runs = match.runs
+        assert sum(run.stop - run.start for run in runs if run.source == KVSource.MOVED) > layout.num_tokens / 3
+        state, _ = runtime.prefill(engine.plan(before, method="full").layout.ids, 2048)
+        expected = runtime._state(layout.num_tokens).cells
+        for run in runs:
+            border = 8 if run.source == KVSource.MOVED else 0
+            context.decode(expected, layout.token_ids[expected.length : run.start + border], logits_of=0)
+            first, count = run.source_start + border, run.stop - run.start - border
+            first -= wrong_by if border else 0
+            data = torch.frombuffer(bytearray(context.dump(state.cells, first, first + count)), dtype=torch.uint8)
+            assert context.load(data, count, expected, first=0, count=count, at=expected.length)
+        logits_there = context.decode(expected, layout.token_ids[expected.length :])
+        prefilled = engine.prefill(now, method=method)
+        assert prefilled.stats.moved_tokens > layout.num_tokens / 3 and not prefilled.is_exact
+        assert (float((prefilled.logits - logits_there[0]).abs().max()) < TOLERANCE) == (not wrong_by)
 
 
 def one_by_one(rows: list[int]) -> list[tuple[int, int]]:

@@ -31,7 +31,10 @@ def certify(
         typer.Option(help="Find the cheapest gate with which at most this share of answers differs from full's."),
     ] = None,
     turns: Annotated[
-        int, typer.Option("--turns", min=1, help="Also measure conversations of so many turns, such as 5.")
+        int,
+        typer.Option(
+            "--turns", min=1, help="Also measure conversations of so many turns, such as 5, and edited prompts."
+        ),
     ] = 1,
     backend: BackendOption = "transformers",
     as_json: JsonOption = False,
@@ -106,6 +109,8 @@ def _print(certificate: Certificate, path: Path) -> None:
             if guarantee.gates
             else "No gate that costs less than full prefill keeps it: give a larger --max-differ, or use full."
         )
+    if certificate.edits:
+        tables["KV of an earlier prompt with an edit, moved, to full prefill"] = _edits(certificate)
     if certificate.turns:
         tables[f"Turns of conversations at ratio {certificate.ratio:g}, to full prefill of the same history"] = _turns(
             certificate
@@ -159,6 +164,30 @@ def _turns(certificate: Certificate) -> Rows:
             each.verdict,
         )
         for each in certificate.turns
+    ]
+
+
+def _edits(certificate: Certificate) -> Rows:
+    titles = (
+        "edit",
+        "prompt tokens",
+        "moved",
+        "computed",
+        "first KL mean",
+        "answer KL mean",
+        "max",
+        "agree",
+        "verdict",
+    )
+    return titles, [
+        (
+            each.edit,
+            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.moved_tokens, each.computed_tokens)),
+            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
+            f"{each.agreement:.0%}",
+            each.verdict,
+        )
+        for each in certificate.edits
     ]
 
 

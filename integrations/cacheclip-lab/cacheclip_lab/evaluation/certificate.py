@@ -86,6 +86,24 @@ class TurnFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class EditFigures:
+    """Fidelity to full prefill of prompts that are earlier prompts with an edit."""
+
+    edit: str
+    """One of :func:`~cacheclip_lab.evaluation.edits.edits`."""
+    prompt_tokens: float
+    """These three: means over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
+    moved_tokens: float
+    computed_tokens: float
+    first_token_kl: Mapping[str, float]
+    """These three: as in :class:`RatioFigures`."""
+    answer_kl: Mapping[str, float]
+    agreement: float
+    verdict: str
+    """One of :data:`VERDICTS`. It does not change the certificate's: engines that require one use no moved KV."""
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """Measured figures, and the verdict at the requested recompute ratio."""
 
@@ -111,6 +129,8 @@ class Certificate:
     """Of conversations, at ``ratio`` and without a gate; empty if none were measured."""
     guarantee: Guarantee | None = None
     """What was asked for with ``--max-differ``."""
+    edits: Sequence[EditFigures] = ()
+    """Of edited prompts, at ``ratio`` and without a gate; empty if none were measured."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT_VERSION, **asdict(self)}
@@ -119,11 +139,12 @@ class Certificate:
     def from_dict(cls, value: Mapping[str, Any]) -> Certificate:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         verdicts = Verdicts.of(value)
-        taken = ("format", "identity", "ratios", "guarantee", "turns")
+        taken = ("format", "identity", "ratios", "guarantee", "turns", "edits")
         return cls(
             identity=verdicts.identity,
             ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
             turns=tuple(TurnFigures(**row) for row in value.get("turns", ())),
+            edits=tuple(EditFigures(**row) for row in value.get("edits", ())),
             guarantee=verdicts.guarantee,
             **{key: value[key] for key in value if key not in taken},
         )
@@ -153,11 +174,12 @@ class Certificate:
                 logger.warning("%s holds a thorough certificate and stays; this quick one is not saved", self.path)
                 return self.path
             if self.quick == older.quick and self.exactness["passed"]:
-                turns = self.turns or (older.turns if older.ratio == self.ratio else ())
+                same = older if older.ratio == self.ratio else self
                 merged = replace(
                     self,
                     ratios=_merged(older.ratios, self.ratios),
-                    turns=turns,
+                    turns=self.turns or same.turns,
+                    edits=self.edits or same.edits,
                     guarantee=self.guarantee or older.guarantee,
                 )
                 return replace(merged, verdict=merged.verdicts.at(merged.ratio))._write()

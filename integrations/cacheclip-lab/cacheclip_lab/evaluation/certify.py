@@ -22,8 +22,9 @@ from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 
-from .certificate import Certificate, GateFigures, RatioFigures, TurnFigures, check_writable
+from .certificate import Certificate, EditFigures, GateFigures, RatioFigures, TurnFigures, check_writable
 from .conversations import TurnOutcome, converse, questions_of
+from .edits import EditOutcome, edits, measured_edits
 from .exactness import DIRECT, check_exactness, check_reuse
 from .fidelity import Fidelity
 from .gating import CONFIDENCES
@@ -72,7 +73,8 @@ def certify(
         max_differ: also look for the cheapest recompute ratio and gate with which at most this share of answers differs
             from full prefill's, with 95 % confidence (:mod:`.promise`).
         answers: a folder of ``cacheclip eval`` whose answers show it; None: 10 / ``max_differ`` prompts are asked.
-        turns: of a conversation about the passages of each prompt with a needle; with 1, none is measured.
+        turns: of a conversation about the passages of each prompt with a needle. With 1, none is measured, and no
+            edited prompt.
 
     Raises:
         ConfigurationError: the method reuses nothing, or reuses KV of earlier answers; it needs an auxiliary model and
@@ -94,7 +96,7 @@ def certify(
     methods = at_ratios(given)
     identity = identity_of(engine, methods[max(methods)])
     kept = None if answers is None else kept_answers(answers, config, identity, methods)
-    exactness, found_by_full, outcomes, conversations = _measured(engine, prompts, given, methods, turns)
+    exactness, found_by_full, outcomes, conversations, edited = _measured(engine, prompts, given, methods, turns)
     guarantee = None
     if max_differ is not None and exactness["passed"]:
         guarantee = guarantee_of(kept or asked_answers(config, methods, max_differ), max_differ)
@@ -110,7 +112,9 @@ def certify(
         quick=quick,
         seconds=time.perf_counter() - started,
     )
-    return replace(certificate, guarantee=guarantee)
+    figures = tuple(_edit(found, exactness) for found in zip(*edited, strict=True))
+    any_moved = any(each.moved_tokens for each in figures)
+    return replace(certificate, guarantee=guarantee, edits=figures if any_moved else ())
 
 
 def _measured(
@@ -119,11 +123,23 @@ def _measured(
     given: Method,
     methods: Mapping[float, Method],
     turns: int,
-) -> tuple[dict[str, Any], list[bool | None], dict[float, list[PromptOutcome]], list[list[TurnOutcome]]]:
-    """Exactness; whether full prefill finds each prompt's needle; outcomes of each ratio by prompt; conversations."""
+) -> tuple[
+    dict[str, Any],
+    list[bool | None],
+    dict[float, list[PromptOutcome]],
+    list[list[TurnOutcome]],
+    list[list[EditOutcome]],
+]:
+    """Exactness; whether full prefill finds each prompt's needle; outcomes of each ratio by prompt; conversations;
+    edits of each prompt."""
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     conversations: list[list[TurnOutcome]] = []
+    edited: list[list[EditOutcome]] = []
+    if turns > 1:  # before chunks are stored, which would be taken
+        for prompt, other in zip(prompts, [*prompts[1:], prompts[0]], strict=True):
+            pairs = edits(prompt.chunks, other.chunks[0], prompt.question)
+            edited.append([*measured_edits(engine, pairs, given, ANSWER_TOKENS)])
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         # the checks are of reuse itself, whatever the method
         engine.precompute(prompts[0].chunks, method=DIRECT)
@@ -140,7 +156,7 @@ def _measured(
                 conversations.append(converse(engine, asked, given, ANSWER_TOKENS))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    return exactness, found_by_full, outcomes, conversations
+    return exactness, found_by_full, outcomes, conversations, edited
 
 
 def certificate_of(
@@ -274,6 +290,22 @@ def _turn(number: int, found: Sequence[TurnOutcome], exactness: Mapping[str, Any
         agreement=figures.agreement,
         needle_accuracy=figures.needle_accuracy,
         needle_accuracy_of_full=of_full,
+        verdict=figures.verdict,
+    )
+
+
+def _edit(found: Sequence[EditOutcome], exactness: Mapping[str, Any]) -> EditFigures:
+    """Figures of one edit over all prompts."""
+    outcomes = [PromptOutcome(each.fidelity, 0.0, 0.0, None, 0.0) for each in found]
+    figures, stats = figures_of(0.0, outcomes, 0.0, exactness), [each.stats for each in found]
+    return EditFigures(
+        edit=found[0].edit,
+        prompt_tokens=statistics.mean(each.prompt_tokens for each in stats),
+        moved_tokens=statistics.mean(each.moved_tokens for each in stats),
+        computed_tokens=statistics.mean(each.fresh_tokens + each.recomputed_tokens for each in stats),
+        first_token_kl=figures.first_token_kl,
+        answer_kl=figures.answer_kl,
+        agreement=figures.agreement,
         verdict=figures.verdict,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from cacheclip_lab.evaluation import exactness, guarantee as guarantees
 from cacheclip_lab.evaluation.certificate import saved_certificate
 from cacheclip_lab.evaluation.certify import RATIOS, certify
 from cacheclip_lab.evaluation.conversations import questions_of
+from cacheclip_lab.evaluation.edits import edits
 from cacheclip_lab.evaluation.exactness import check_exactness
 from cacheclip_lab.evaluation.lab import Lab, planned_runs
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
@@ -291,6 +293,29 @@ class TestCertify:
         assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
         replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
         assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
+
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_edited_prompts_are_compared_with_full_prefill(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
+        """Brute force, with an engine that nothing else was asked. Planted: of the earlier prompt nothing is kept."""
+        with monkeypatch.context() as patched:
+            if planted:
+                patched.setattr("cacheclip_rag.runtime.prompt_cache.PromptCache.insert", lambda *_, **__: 0)
+            rows = {row.edit: row for row in certify(config, quick=True, turns=2).edits}
+        engine = CacheClipEngine(replace(config, moved="on"))
+        prompts, found = short_prompts(2), list[tuple[float, int]]()
+        for number, prompt in enumerate(prompts):
+            old, new = edits(prompt.chunks, prompts[1 - number].chunks[0], prompt.question)["header"]
+            engine.prefixes.clear()
+            full = engine.prefill(new, method=preset("full")).logits
+            engine.generate(old, SamplingParams(max_tokens=1), method="prefix")
+            own = engine.prefill(new, method=engine.make_method())
+            found.append((float(kl_divergence(full, own.logits)), own.stats.moved_tokens))
+        assert planted or [*rows] == ["header", "deleted", "replaced", "inserted", "reversed", "summarised"]
+        expected = [pytest.approx(statistics.fmean(each), rel=1e-3, abs=1e-5) for each in zip(*found, strict=True)]
+        seen = [] if planted else [rows["header"].first_token_kl["mean"], rows["header"].moved_tokens]
+        assert (seen == expected) is not planted and expected[1].expected > 100
 
     def test_questions_of_a_conversation(self) -> None:
         for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):

@@ -1,0 +1,71 @@
+"""Prompts that are earlier prompts with an edit: how near to full prefill is KV that is moved there?
+
+Passages stand in a conversation as what tools found, and the question comes last. The earlier prompt was answered by
+plain prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheclip_rag import CacheClipEngine, FusionStats, SamplingParams
+from cacheclip_rag.methods import Method, preset
+
+from .fidelity import Fidelity
+from .reference import Reference
+
+Chat = list[dict[str, Any]]
+_RULES = "You are careful. Answer the user's question from the tool results above it, in as few words as possible."
+
+
+@dataclass(frozen=True, slots=True)
+class EditOutcome:
+    """One edited prompt."""
+
+    edit: str
+    fidelity: Fidelity
+    stats: FusionStats
+
+
+def chat(header: str, passages: Sequence[str], question: str) -> Chat:
+    """Each passage has a short answer of the assistant."""
+    messages = [{"role": "system", "content": f"x-billing: version=2.1.173; checksum={header};\n{_RULES}"}]
+    for passage in passages:
+        messages.append({"role": "user", "content": f"<tool_response>\n{passage}\n</tool_response>"})
+        messages.append({"role": "assistant", "content": "Noted."})
+    return [*messages, {"role": "user", "content": question}]
+
+
+def edits(passages: Sequence[str], foreign: str, question: str) -> dict[str, tuple[Chat, Chat]]:
+    """The earlier prompt and the one that is asked, by edit: another checksum in the first line; a passage that stood
+    after the first one is gone; the second one was another one; the first one is new; all stood in the other order; the
+    first three were whole, and are a summary now."""
+    summary = "\n".join(text[:80] for text in passages[:3])
+
+    def asked(texts: Sequence[str], header: str = "07c2e") -> Chat:
+        return chat(header, texts, question)
+
+    now = asked(passages)
+    return {
+        "header": (asked(passages, "a91f3"), now),
+        "deleted": (asked([passages[0], foreign, *passages[1:]]), now),
+        "replaced": (asked([passages[0], foreign, *passages[2:]]), now),
+        "inserted": (asked(passages[1:]), now),
+        "reversed": (asked(passages[::-1]), now),
+        "summarised": (now, asked([summary, *passages[3:]])),
+    }
+
+
+def measured_edits(
+    engine: CacheClipEngine, pairs: dict[str, tuple[Chat, Chat]], method: Method, max_tokens: int
+) -> Iterator[EditOutcome]:
+    """One outcome an edit."""
+    for edit, (old, new) in pairs.items():
+        engine.prefixes.clear()
+        reference = Reference.of(engine, engine.prefill(new, method=preset("full")), max_tokens)
+        engine.generate(old, SamplingParams(max_tokens=1), method="prefix")
+        prefilled = engine.prefill(new, method=method, moved="on")
+        yield EditOutcome(edit, reference.follow(prefilled, answers=False).fidelity, prefilled.stats)
+    engine.prefixes.clear()
