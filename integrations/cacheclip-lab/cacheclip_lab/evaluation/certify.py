@@ -112,9 +112,7 @@ def certify(
         quick=quick,
         seconds=time.perf_counter() - started,
     )
-    figures = tuple(_edit(found, exactness) for found in zip(*edited, strict=True))
-    any_moved = any(each.moved_tokens for each in figures)
-    return replace(certificate, guarantee=guarantee, edits=figures if any_moved else ())
+    return replace(certificate, guarantee=guarantee, edits=_edits(edited, exactness))
 
 
 def _measured(
@@ -292,6 +290,12 @@ def _turn(number: int, found: Sequence[TurnOutcome], exactness: Mapping[str, Any
         needle_accuracy_of_full=of_full,
         verdict=figures.verdict,
     )
+
+
+def _edits(prompts: Sequence[Sequence[EditOutcome]], exactness: Mapping[str, Any]) -> tuple[EditFigures, ...]:
+    """Figures by edit; none if the method moves nothing."""
+    figures = tuple(_edit(found, exactness) for found in zip(*prompts, strict=True))
+    return figures if any(each.moved_tokens for each in figures) else ()
 
 
 def _edit(found: Sequence[EditOutcome], exactness: Mapping[str, Any]) -> EditFigures:
