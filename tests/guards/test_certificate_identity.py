@@ -53,10 +53,6 @@ def test_every_field_is_part_of_the_digest(make: Make, name: str) -> None:
     assert dataclasses.replace(found, **{name: "another"}).digest() != found.digest()
 
 
-def test_the_same_settings_are_the_same_identity(make: Make) -> None:
-    assert changed(identity(make()), identity(make())) == set()
-
-
 class TestSettings:
     @pytest.mark.parametrize(
         ("options", "expected"),

@@ -114,10 +114,10 @@ class TestShadow:
         """About a third of the answers, and none at rate 0."""
         engine = make(shadow_rate=0.3, method="direct")
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
-        for _ in range(60):
+        for _ in range(30):
             engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
             assert engine.wait_for_observers(30)
-        assert 5 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 40
+        assert 1 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 22
         never = make(shadow_rate=0.0)
         never.generate(rag_prompt(CHUNKS), PARAMS)
         assert "shadow_checks_total" not in never.metrics.snapshot()

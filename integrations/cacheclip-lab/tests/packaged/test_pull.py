@@ -117,7 +117,8 @@ class TestPull:
         assert folder == model_folder(MODEL.name) and folder.parent.parent == home
         assert contents(folder) == FILES
         assert leftovers(home) == sorted(f"models/{MODEL.name}/{n}" for n in FILES)
-        assert folder.stat().st_mode & 0o777 == 0o755
+        assert folder.stat().st_mode & 0o777 == 0o755, "readable by others"
+        assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
 
     def test_the_second_time_asks_nobody(self, index: Index) -> None:
         pull(MODEL.name)
@@ -208,12 +209,6 @@ def test_cache_folder_that_cannot_be_used(
     monkeypatch.setenv("CACHECLIP_HOME", "/proc/cacheclip" if kind == "read only" else str(blocked))
     with pytest.raises(DownloadError, match="CACHECLIP_HOME"):
         pull(MODEL.name)
-
-
-def test_a_shared_cache_is_readable_by_others(index: Index, home: Path) -> None:
-    folder = pull(MODEL.name)
-    assert folder.stat().st_mode & 0o777 == 0o755
-    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
 
 
 class TestWrongBytes:
