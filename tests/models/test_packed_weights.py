@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.packed_weights import PackedLinear, pack_weights
+from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
 
 
 def packs() -> bool:
@@ -54,6 +59,31 @@ def test_same_logits(tiny_models: dict[str, str], name: str, dtype: str) -> None
         torch.testing.assert_close(own, expected, rtol=rounding, atol=rounding)
     assert {layer.weight.is_mkldnn for layer in of_model(loaded.model)} == {packed}
     assert not any(layer.weight.is_mkldnn for layer in of_model(plain.model))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what memory holds")
+@pytest.mark.parametrize("change", [copy_mapped, pack_weights])
+def test_memory_holds_weights_once(change: Callable[[torch.nn.Module], None], tmp_path: Path) -> None:
+    """While the file is mapped still, for weights that are not copied yet."""
+    if change is pack_weights and "AMD" not in processor_name():
+        pytest.skip("this processor's weights in float32 are not packed")
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.rand(1024, 1024)}, file)
+
+    def resident_kib() -> int:
+        _, _, mapping = Path("/proc/self/smaps").read_text().partition(str(file))
+        return int(mapping.partition("Rss:")[2].split()[0])
+
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    mapped = load_file(file)["weight"]
+    layer.weight = torch.nn.Parameter(mapped, requires_grad=False)
+    rows = torch.rand(2, 1024)
+    expected = layer(rows)
+    assert resident_kib() >= 4096
+    change(layer)
+    assert resident_kib() < 64
+    torch.testing.assert_close(layer(rows), expected)
+    torch.testing.assert_close(rows @ mapped.T, expected)  # who still has the mapped weight reads the file again
 
 
 @pytest.mark.skipif(not packs(), reason="this processor does not multiply bfloat16")

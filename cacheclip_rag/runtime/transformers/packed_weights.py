@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ...base.machine import computes_bfloat16, processor_name
+from .weight_files import drops_mapped
 
 _LEAST_NUMBERS = 2**18
 """Of a weight in float32: for smaller ones, MKL takes less time."""
@@ -38,16 +39,18 @@ def pack_weights(model: nn.Module) -> None:
     """
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return
+    drop = drops_mapped()
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     num_bytes = 0
     for module in model.modules():
         # neither subclasses, which multiply otherwise, nor layers whose weights accelerate moves
         if type(module) is not nn.Linear or hasattr(module, "_hf_hook") or not _gains(module.weight):
             continue
-        is_shared = users[id(module.weight)] > 1
+        weight, is_shared = module.weight, users[id(module.weight)] > 1
         module.__class__ = PackedLinear
         if not is_shared:
             num_bytes += PackedLinear.pack(module).nbytes  # type: ignore[arg-type]
+            drop(weight)
         if num_bytes >= _TRIM_BYTES:
             num_bytes = 0
             _trim()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,11 +131,32 @@ def _listed(tensors: Iterable[str]) -> str:
 def copy_mapped(model: nn.Module) -> None:
     """Copy weights out of mapped files. A mapped weight changes with its file, and a file that gets shorter ends the
     process."""
+    drop = drops_mapped()
     for weight in chain(model.parameters(), model.buffers()):
         if weight.device.type == "cpu" and not weight.is_mkldnn:
-            weight.data = weight.data.clone()
+            weight.data, mapped = weight.data.clone(), weight.data
+            drop(mapped)
     for weights in {id(each): each for each in _kept_for_a_device(model)}.values():
         weights.update({name: weight.clone() for name, weight in weights.items() if weight.device.type == "cpu"})
+
+
+def drops_mapped() -> Callable[[torch.Tensor], None]:
+    """What gives the memory of a weight back that was copied, if it is a part of a mapped file: the file stays mapped
+    until the last one is copied, so that memory would hold all weights twice. Whoever reads it again reads the file."""
+    try:
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:  # another system
+        return lambda weight: None
+    files = [[int(end, 16) for end in each[0].split("-")] for each in maps if each[-1].endswith(".safetensors")]
+
+    def drop(weight: torch.Tensor) -> None:
+        begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # its neighbours have the rest of their pages
+        size = end - end % mmap.PAGESIZE - first
+        if size > 0 and any(start <= begin and end <= stop for start, stop in files):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+    return drop
 
 
 def _kept_for_a_device(model: nn.Module) -> Iterable[MutableMapping[str, torch.Tensor]]:
