@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .base.closing import Closing as Closing
     from .base.errors import is_panic as is_panic
     from .base.keys import json_digest as json_digest
-    from .base.machine import unit_name as unit_name
+    from .base.machine import processor_name as processor_name
     from .base.paths import (
         atomic_path as atomic_path,
         cache_home as cache_home,
@@ -95,7 +95,7 @@ __getattr__, _LATE = late_names(
         "..base.closing": "Closing",
         "..base.errors": "is_panic",
         "..base.keys": "json_digest",
-        "..base.machine": "unit_name",
+        "..base.machine": "processor_name",
         "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot write_json",
         "..base.progress": "progress_bar",
         "..base.python": "own_folder python_command python_environment",

@@ -27,7 +27,6 @@ from cacheclip_testing import names_outside_the_door, names_taken
         ),
         ("import cacheclip_rag.methods\ncacheclip_rag.methods._GROUP", {"methods._GROUP"}),
         ("from cacheclip_rag import engine", {"engine"}),
-        ("from cacheclip_rag.store import _nothing", {"store._nothing"}),
     ],
 )
 def test_names_outside_the_door(source: str, outside: set[str], tmp_path: Path) -> None:

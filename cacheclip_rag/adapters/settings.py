@@ -122,16 +122,13 @@ class EngineFields(BaseModel):
             values = {name: value for name, value in values.items() if name not in others}
             values["engine_kwargs"] = {**(values.get("engine_kwargs") or {}), **further}
         values = by_real_names(values, cls.model_fields)
-        named = {name: value for name, value in values.items() if value is not None or cls._may_be_none(name)}
+        # for others, frameworks give None where nothing was set
+        nullable = {name for name, each in cls.model_fields.items() if NoneType in get_args(each.annotation)}
+        named = {name: value for name, value in values.items() if value is not None or name in nullable}
         if not named.get("base_url"):  # of a server, primary is a name
             places = {"primary": model_place, "auxiliary": model_place, "store": store_place}
             named |= {name: place(named[name]) for name, place in places.items() if name in named}
         return named
-
-    @classmethod
-    def _may_be_none(cls, name: str) -> bool:
-        """Whether None means something for a field. For others, frameworks give it where nothing was set."""
-        return NoneType in get_args(cls.model_fields[name].annotation)
 
     @classmethod
     def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
@@ -166,7 +163,8 @@ class EngineFields(BaseModel):
 
         config = self._engine_config()
         own: CacheClipEngine | None = self._engine
-        return own if own is not None and _without_per_call(own.config) == config else get_engine(config)
+        per_call = {name: getattr(_ENGINE, name) for name in _PER_CALL}
+        return own if own is not None and replace(own.config, **per_call) == config else get_engine(config)
 
     def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
         """Do now what the first answer would wait for: load weights, open the store, read the hot chunks; see
@@ -289,10 +287,6 @@ class Tokenizer:
         from ..models.load import load_tokenizer  # it loads torch
 
         return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
-
-
-def _without_per_call(config: EngineConfig) -> EngineConfig:
-    return replace(config, **{name: getattr(_ENGINE, name) for name in _PER_CALL})
 
 
 def _check_instance(method: Any) -> None:

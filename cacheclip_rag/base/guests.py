@@ -5,13 +5,19 @@ At import they would close a circle: they import this package.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from .errors import CacheClipError, ConfigurationError, first_line
 
+logger = logging.getLogger(__name__)
+
+GROUPS = [f"cacheclip.{each}" for each in "commands measurements methods observers runtimes stores".split()]
+"""Groups of entry points that are read; others that begin so are misspelt."""
 STORES = "cacheclip.stores"
 """Group of what opens stores, by the scheme of their URLs."""
 MEASUREMENTS = "cacheclip.measurements"
@@ -25,9 +31,18 @@ def guests(group: str) -> Mapping[str, Sequence[EntryPoint]]:
     """Entry points of a group such as ``cacheclip.commands`` by name, in alphabetical order; none is loaded. Several
     have one name if distributions do not know of one another."""
     by_name: dict[str, dict[str, EntryPoint]] = {}
-    for each in sorted(entry_points(group=group), key=lambda each: (each.name, each.value)):
+    installed = entry_points()
+    for other in (each for each in installed.groups - {*GROUPS} if each.startswith("cacheclip")):
+        _warn_of_unread(*installed.select(group=other))
+    for each in sorted(installed.select(group=group), key=lambda each: (each.name, each.value)):
         by_name.setdefault(each.name, {}).setdefault(each.value, each)
     return {name: tuple(each.values()) for name, each in by_name.items()}
+
+
+@cache  # once
+def _warn_of_unread(guest: EntryPoint, *others: EntryPoint) -> None:
+    near = " or ".join(get_close_matches(guest.group, GROUPS, 1) or GROUPS)
+    logger.warning("nothing reads entry points %s of %s. Did you mean %s?", guest.group, distribution(guest), near)
 
 
 def load_guest(group: str, name: str, expected: str, fits: Callable[[Any], bool] = callable) -> Any:

@@ -7,10 +7,6 @@ import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 
 @cache
@@ -31,12 +27,3 @@ def computes_bfloat16() -> bool:
         if flags:
             return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
     return False
-
-
-def unit_name(device: torch.device) -> str:
-    """Name of the GPU or the CPU that computes on ``device``."""
-    if device.type != "cuda":
-        return processor_name()
-    import torch
-
-    return torch.cuda.get_device_name(device)

@@ -82,6 +82,7 @@ MODULES: dict[str, str] = {
 """Modules, by the names under which they were imported."""
 
 _INSTEAD: dict[tuple[str, str], str] = {
+    ("plugins", "unit_name"): f"that of cacheclip_lab.machine, {_INSTALL.format('lab')}",
     ("planning", "copy_stream"): f"that of cacheclip_vllm.layers_ahead, {_INSTALL.format('vllm')}",
     ("measuring", "Controller Cost Profile Work find_profile"): "that of cacheclip_lab.timing.controller, "
     + _INSTALL.format("lab"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
 from itertools import takewhile
@@ -200,20 +200,16 @@ def _table(name: str, values: Mapping[str, Any]) -> Table:
     if name not in TABLES:
         if name in BROUGHT:
             raise MissingExtraError(f"what checks [{name}]", BROUGHT[name])
-        known = (*TABLES, _VLLM)
-        raise ConfigurationError(f"unknown table [{name}].{did_you_mean(name, known)} Known: {', '.join(known)}.")
-    kind = TABLES[name]
-    _check_known(name, values, [each.name for each in fields(kind)])  # type: ignore[arg-type]
+        hint, tables = did_you_mean(name, (*TABLES, _VLLM)), ", ".join((*TABLES, _VLLM))
+        raise ConfigurationError(f"unknown table [{name}].{hint} Known: {tables}.")
+    known = [each.name for each in fields(TABLES[name])]  # type: ignore[arg-type]
+    if unknown := sorted(set(values) - set(known)):
+        hint = did_you_mean(unknown, known)
+        raise ConfigurationError(f"[{name}]: unknown setting {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
     try:
-        return kind(**values)
+        return TABLES[name](**values)
     except ConfigurationError as error:
         raise ConfigurationError(f"[{name}]: {error}") from error
-
-
-def _check_known(table: str, names: Collection[str], known: Sequence[str]) -> None:
-    if unknown := sorted(set(names) - set(known)):
-        hint = did_you_mean(unknown, known)
-        raise ConfigurationError(f"[{table}]: unknown setting {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
 
 
 def _as_declared(name: str, value: Any) -> Any:

@@ -400,8 +400,9 @@ def test_a_command_of_two_distributions(install: Install, command_line: Commands
 
 def test_a_command_of_a_broken_distribution_is_not_said_to_be_missing(install: Install) -> None:
     """It is installed."""
-    install(source="import nothing_there", commands={"serve": "guest_of_a_test"})
+    install(source="import nothing_there", commands={"serve": "guest_of_a_test"}, command={"own": "guest_of_a_test"})
     done = run("serve")
+    assert done.stderr.count("cacheclip.command of guest-of-a-test 1.0. Did you mean cacheclip.commands?") == 1
     assert done.returncode == 2 and "is not installed" not in done.stderr
     assert "cacheclip: cacheclip serve is missing: two distributions bring 'serve'" in done.stderr
 

@@ -191,7 +191,7 @@ class TestWithoutGuests:
 
     @staticmethod
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        hide = "import importlib.metadata as found; found.entry_points = lambda **_: ()"
+        hide = "import importlib.metadata as found; found.entry_points = lambda **_: found.EntryPoints()"
         program = f"{hide}; from cacheclip_rag.cli import main; main()"
         command = [sys.executable, "-c", program, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)

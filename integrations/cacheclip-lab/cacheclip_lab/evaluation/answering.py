@@ -23,8 +23,8 @@ from cacheclip_rag import (
 )
 from cacheclip_rag.measuring import Prefilled
 from cacheclip_rag.methods import Method
-from cacheclip_rag.plugins import unit_name
 
+from ..machine import unit_name
 from ..models import extending_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison

@@ -13,9 +13,9 @@ import torch
 from cacheclip_rag import CacheClipEngine, FusionStats, Plan
 from cacheclip_rag.measuring import Certificates, KVSources, RatioChooser
 from cacheclip_rag.methods import Method
-from cacheclip_rag.plugins import unit_name
 from cacheclip_rag.runtime import Runtime
 
+from ..machine import unit_name
 from .controller import Controller, Profile, find_profile
 
 logger = logging.getLogger(__name__)
