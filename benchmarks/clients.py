@@ -4,11 +4,14 @@
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b.gguf --clients 8
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --clients 8
     python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
+    python benchmarks/clients.py --primary packaged:smollm2-135m --method prefix --beside
 
 Starts ``cacheclip serve`` in a process of its own and asks it over HTTP: as many questions as there are clients, first
 one after the other, then all at once. Every question has stored chunks in an order of its own, so that no prefix cache
 helps. Prints the first-token times of those that ask at once, counted from when they ask, and tokens a second of whole
-answers both times. With ``--tree``, the server runs the package of that folder.
+answers both times. With ``--beside``: the first token of one question alone, and of one that comes after four titles of
+chats, after an answer with a crafted ``stop``, and after another question. With ``--tree``, the server runs the package
+of that folder.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import processor_name
 
 _START_S = 300.0
+_TITLE = "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history.\n"
+OTHERS: dict[str, list[dict[str, str]]] = {
+    "alone": [],
+    "four titles": [{"task": _TITLE}] * 4,
+    "a stop string of 1,000 characters": [{"stop": "The " * 250}],
+    "another question": [{}],
+}
+"""Requests beside the question."""
 
 
 def main() -> None:
@@ -47,9 +58,9 @@ def main() -> None:
         engine.precompute(texts, method=args.method)
         engine.close()
         with serving(args, store) as address:
-            rows = asyncio.run(measure(args, texts, address))
+            rows = asyncio.run((beside if args.beside else measure)(args, texts, address))
     found = {"processor": processor_name(), "settings": {**vars(args), "tree": str(args.tree)}, "rows": rows}
-    if args.json:
+    if args.json or args.beside:
         print(json.dumps(found, indent=2))
         return
     form = "llama.cpp" if args.primary.endswith(".gguf") else args.dtype
@@ -71,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1300, help="of the chunks of a prompt")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--beside", action="store_true", help="one question beside other requests")
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout that serves")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -121,11 +133,36 @@ async def measure(args: argparse.Namespace, texts: list[str], address: str) -> l
     return rows
 
 
-async def ask(client: httpx.AsyncClient, args: argparse.Namespace, texts: list[str]) -> tuple[float, int]:
+async def beside(args: argparse.Namespace, texts: list[str], address: str) -> list[dict[str, Any]]:
+    """Each case three times, by turns: seconds to the first token of a question that comes after the others."""
+    rng, seconds = random.Random(0), {case: list[float]() for case in OTHERS}
+    async with httpx.AsyncClient(base_url=address, timeout=None) as client:
+        await ask(client, args, rng.sample(texts, len(texts)))
+        for _ in range(3):
+            for case, others in OTHERS.items():
+                asked = [asyncio.create_task(ask(client, args, rng.sample(texts, len(texts)), **how)) for how in others]
+                await asyncio.sleep(0.2 if asked else 0)
+                seconds[case].append((await ask(client, args, rng.sample(texts, len(texts))))[0])
+                await asyncio.gather(*asked)
+            print(json.dumps(seconds), file=sys.stderr, flush=True)
+    alone = statistics.median(seconds["alone"])
+    return [
+        {"beside": case, "first_s": each, "times": statistics.median(each) / alone} for case, each in seconds.items()
+    ]
+
+
+async def ask(
+    client: httpx.AsyncClient, args: argparse.Namespace, texts: list[str], task: str = "", stop: str | None = None
+) -> tuple[float, int]:
     """Seconds to the first text of an answer, and its tokens."""
-    content = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": args.max_tokens, "temperature": 1.0}
+    content = task + "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": args.max_tokens,
+        "temperature": 1.0,
+    }
     body |= {"seed": 1, "stream": True, "stream_options": {"include_usage": True}, "cacheclip": {"method": args.method}}
+    body |= {"stop": stop} if stop else {}
     began, first, tokens = time.perf_counter(), 0.0, 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         response.raise_for_status()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def iterate_in_thread(
-    make_iterator: Callable[[], Iterator[T]], *, joins: bool = False
+    make_iterator: Callable[[], Iterator[T]], *, joins: bool = False, in_background: bool = False
 ) -> AsyncGenerator[T, None]:
     """Yield the items of ``make_iterator()``. A separate thread makes, advances and closes the iterator.
 
@@ -25,14 +25,15 @@ async def iterate_in_thread(
     item is requested, and does not wait for a slow consumer, because items are small. It has the caller's context
     variables. Closing this generator early (or cancelling its consumer) stops the thread before its next item and
     closes the iterator, without waiting, unless it ``joins`` the thread: whoever limits how many threads compute counts
-    those, too, whose consumers have left. A question that still waits for its turn leaves the queue.
+    those, too, whose consumers have left. A question that still waits for its turn leaves the queue. Prompts of others
+    go before those ``in_background``.
 
     Raises:
         Whatever making or advancing the iterator raises, after the items that came before.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[str, T | BaseException | None]] = asyncio.Queue()
-    caller, ended = Waiter(), asyncio.Event()
+    caller, ended = Waiter(in_background=in_background), asyncio.Event()
 
     def send(kind: str, value: T | BaseException | None = None) -> None:
         with suppress(RuntimeError):  # the loop is closed, so the consumer is gone

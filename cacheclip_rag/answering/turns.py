@@ -46,8 +46,9 @@ class CallerLeft(Exception):
 class Waiter:
     """Who waits for an answer that another thread computes, and may leave before it is there."""
 
-    def __init__(self) -> None:
-        self.has_left = False
+    def __init__(self, *, in_background: bool = False) -> None:
+        """``in_background``: prompts of others go first, whatever their work."""
+        self.has_left, self.in_background = False, in_background
         self._waits_at: threading.Condition | None = None
 
     def leave(self) -> None:
@@ -109,7 +110,7 @@ class _WaitingPrompt:
     """A prompt that waits for its turn, or has it."""
 
     came: int
-    """Work that was done when it came. This and all work: tokens to compute."""
+    """Work that was done when it came, or far more: others go first. This and all work: tokens to compute."""
     work: int
     """Its own work, as far as it is known; 0 until somebody waits."""
     done: int = 0
@@ -135,6 +136,8 @@ class _DecodeStep:
         return self.logits is not None or self.error is not None
 
 
+_BEHIND = 2**60
+"""Tokens by which prompts in the background rank behind all others."""
 _PATIENCE = 0.1
 """Share of a pass's time for which the next one waits for answers of the last one that have not asked yet. Without it,
 answers would fall into groups that take turns."""
@@ -207,13 +210,15 @@ class Turns:
         if self._own.has_turn:
             yield None
             return
-        mine = _WaitingPrompt(self._work, work() if self._prompts else 0)
+        caller = CALLER.get()
+        came = self._work + (_BEHIND if caller is not None and caller.in_background else 0)
+        mine = _WaitingPrompt(came, work() if self._prompts else 0)
         with self._changed:
             self._prompts.append(mine)
             self._begin(mine)
         self._own.has_turn = True
         try:
-            yield partial(self._pause, mine) if CALLER.get() is not None or self._answers > 1 else None
+            yield partial(self._pause, mine) if caller is not None or self._answers > 1 else None
         finally:
             self._own.has_turn = False
             with self._changed:

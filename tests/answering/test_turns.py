@@ -136,6 +136,17 @@ def test_between_two_slices_others_go_first() -> None:
     assert (turns._waiting, turns._invited, turns._prompts) == (0, 0, [])
 
 
+def test_users_go_before_what_has_begun_in_the_background() -> None:
+    turns, order, threads = Turns(), list[str](), Threads()
+    with Waiter(in_background=True).asking(), turns.prompt() as pause:
+        assert pause is not None
+        ask(turns, threads, order, ("far longer", 900))
+        pause(10, 100)
+        order.append("slice")
+    threads.join()
+    assert order == ["far longer", "slice"]
+
+
 def test_who_is_alone_has_no_slices() -> None:
     turns = Turns()
     with turns.answer(), turns.prompt() as pause:

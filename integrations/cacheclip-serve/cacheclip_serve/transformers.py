@@ -78,7 +78,11 @@ class TransformersBackend(ServingBackend):
         return self.engine(question.tenant).plan(question.prompt, options=options).layout.num_tokens
 
     async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
-        stream = iterate_in_thread(lambda: without_paths(lambda: self._events(question), self._names), joins=True)
+        stream = iterate_in_thread(
+            lambda: without_paths(lambda: self._events(question), self._names),
+            joins=True,
+            in_background=question.in_background,
+        )
         async with aclosing(stream) as events:
             async for event in events:
                 yield event
