@@ -1,4 +1,4 @@
-"""Completes the exact KV of prompts after their answers, while no answer is under way (``finish="idle"``).
+"""What is done while no answer is under way: exact KV of prompts is completed (``finish="idle"``), then other steps.
 
 The next question on the same documents, or the next turn of a chat, then begins with exact KV: as with ordinary prefix
 caching, however soon the first answer came. The prompt is read in slices that are short enough for a question to wait
@@ -61,6 +61,8 @@ class IdleCompletion:
         self._clock = clock
         self._prompts: list[_Prompt] = []
         """The latest last."""
+        self._steps: list[tuple[Runtime, Callable[[], bool]]] = []
+        """What else is done while no answer is under way, after the prompts."""
         self._rows = 0
         """Prompt tokens of the next slice; 0: as few as the prefix cache takes."""
         self._worker: threading.Thread | None = None
@@ -80,10 +82,21 @@ class IdleCompletion:
         with self._changed:
             others = [each for each in self._prompts if not new.takes_place_of(each)]
             self._prompts = [*others, new][-_MOST_PROMPTS:]
-            if self._worker is None:
-                self._waiter = Waiter()
-                self._worker = threading.Thread(target=self._work, name="cacheclip-idle", daemon=True)
-                self._worker.start()
+            self._start()
+
+    def add_step(self, runtime: Runtime, step: Callable[[], bool]) -> None:
+        """Call ``step`` in turns of its own until it returns True. One that waits is not added again. Its errors are
+        only logged."""
+        with self._changed:
+            if (runtime, step) not in self._steps:
+                self._steps.append((runtime, step))
+            self._start()
+
+    def _start(self) -> None:
+        if self._worker is None:
+            self._waiter = Waiter()
+            self._worker = threading.Thread(target=self._work, name="cacheclip-idle", daemon=True)
+            self._worker.start()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no prompt is left; False after ``timeout_s`` seconds."""
@@ -94,6 +107,7 @@ class IdleCompletion:
         """Leave all prompts as they are, and return after the running slice."""
         with self._changed:
             self._prompts.clear()
+            self._steps.clear()
             self._waiter.leave()
             worker = self._worker
         if worker is not None:
@@ -103,16 +117,35 @@ class IdleCompletion:
         with self._waiter.asking():
             while True:
                 with self._changed:
-                    if not self._prompts:
+                    if not self._prompts and not self._steps:
                         self._worker = None
                         self._changed.notify_all()
                         return
-                    prompt = self._prompts[-1]
+                    prompt = self._prompts[-1] if self._prompts else None
                     for other in self._prompts[:-1]:
                         other.state = None  # memory holds one prompt's KV at a time
-                if self._is_over_after_slice(prompt):
+                if prompt is None:
+                    self._take_step()
+                elif self._is_over_after_slice(prompt):
                     with self._changed:
                         self._prompts = [each for each in self._prompts if each is not prompt]
+
+    def _take_step(self) -> None:
+        with self._changed:
+            runtime, step = self._steps.pop(0) if self._steps else (None, None)
+        if runtime is None or step is None:
+            return
+        try:
+            with turns_of(runtime).idle():
+                is_over = step()
+        except CallerLeft:
+            return
+        except Exception:
+            logger.warning("work that waited until no answer was under way failed", exc_info=True)
+            return
+        with self._changed:
+            if not is_over and not self._waiter.has_left and (runtime, step) not in self._steps:
+                self._steps.append((runtime, step))
 
     def _is_over_after_slice(self, prompt: _Prompt) -> bool:
         """Compute the next slice. Returns whether it was the last one."""

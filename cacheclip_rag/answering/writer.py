@@ -16,6 +16,7 @@ from ..chunks.context import ChunkContext
 from ..chunks.write_behind import WriteBehind
 from ..prompt.messages import Documents
 from ..prompt.segments import Chunk, chunk_texts, normalise_chunk
+from ..store import LEARNED
 
 if TYPE_CHECKING:
     from .parts import Parts
@@ -75,10 +76,13 @@ class ChunkWriter:
     def _record(
         self, chunks: Sequence[str], origins: Mapping[str, Sequence[tuple[str, str]]], source: str | None, document: str
     ) -> None:
+        texts = self._parts.texts
+        if source != LEARNED and self._parts.store.chunk_store.wants is None:
+            texts.remove_sources([LEARNED], texts=chunks)  # they stay, also if what was learned goes
         for chunk in chunks:
-            self._parts.texts.add(chunk, source, document)
+            texts.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):
-                self._parts.texts.add_source(chunk, name, whole)
+                texts.add_source(chunk, name, whole)
 
     def release(self, texts: Iterable[str]) -> int:
         chunks = list(chunk_texts(texts))

@@ -36,6 +36,12 @@ class ChunkTexts:
         self._catalog.note_erasure(self._namespace)  # last, and for texts without an entry too: prompts may hold them
         return released
 
+    def evict(self, text: str) -> None:
+        """Delete a text and its KV to make room. It may stay in the KV of earlier prompts, as after :meth:`release` it
+        does not."""
+        self._store.release([text])
+        self.index.remove([text])
+
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, text: str, source: str, document: str = "") -> None:

@@ -53,6 +53,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     if is_url(store):
         look_after(store, lambda kind: kind.stats(store), as_json)
         return
+    from ..store import LEARNED
     from ..store.care import open_store
 
     folder = expanded(store)
@@ -61,7 +62,8 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
     quotas = {name: quota for name in tenants if (quota := opened.quota(name)) is not None}
-    counts = {"documents": 0, "passages": 0}  # what scripts read, whatever is installed
+    learned = sum(len(opened.catalog.sources.texts(name, LEARNED)) for name in tenants)
+    counts = {"documents": 0, "passages": 0, "learned": learned}  # what scripts read, whatever is installed
     for companion in COMPANIONS:
         counts |= companion.counts(folder)
     if as_json:
@@ -201,6 +203,9 @@ def gc(
 @app.command("clear")
 def clear(
     store: ExistingStoreOption,
+    source: Annotated[
+        str | None, typer.Argument(help="Only what has no other source, such as learned: what recurred in prompts.")
+    ] = None,
     namespace: NamespaceOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: JsonOption = False,
@@ -210,12 +215,13 @@ def clear(
 
     folder = expanded(existing_folder(store))
     what = f"of tenant {namespace!r}" if namespace is not None else "of all tenants"
+    what += f" from source {source!r}" if source is not None else ""
     if not yes:
         if as_json:
             raise ConfigurationError("clear with --json does not ask: add --yes.")
         typer.confirm(f"Delete all chunk caches {what} in {folder}?", abort=True, err=True)
-    removed = run(folder, namespace)
+    removed = run(folder, namespace, source)
     if as_json:
-        print_json({"store": store, "namespace": namespace, "removed": removed})
+        print_json({"store": store, "source": source, "namespace": namespace, "removed": removed})
     else:
         typer.echo(f"{removed} chunk caches {what} deleted")

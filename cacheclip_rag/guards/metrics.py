@@ -19,6 +19,7 @@ _HELP = {
     "completed_total": "Answers that went on from exact KV because a later token was below min_confidence.",
     "chunk_hits_total": "Chunks of prompts found in the store.",
     "chunk_misses_total": "Chunks of prompts not found in the store.",
+    "learned_texts_total": "Texts stored because they recurred in prompts, or were marked as retrieved.",
     "prompt_tokens_total": "Tokens of prompts, by the source of their KV.",
     "ttft_seconds_sum": "Seconds to the first token, summed over answers.",
     "shadow_checks_total": "Answers compared with full prefill afterwards.",
@@ -110,6 +111,11 @@ class Metrics(Observer):
             self._values["promise_checks_total", ""] += 1
             self._values["promise_differing_total", ""] += differs
             self._values["promise_broken_total", ""] += breaks
+
+    def record_learned(self) -> None:
+        """Count a text that was stored because it recurred."""
+        with self._lock:
+            self._values["learned_texts_total", ""] += 1
 
     def record_shadow_skipped(self) -> None:
         """Count an answer that was chosen for comparison but not compared."""

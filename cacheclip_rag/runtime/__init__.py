@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         State as State,
         TokenizedText as TokenizedText,
     )
+    from .kv_blocks import SIZE as SIZE, fingerprints as fingerprints
     from .markers import (
         CALL_MARKERS as CALL_MARKERS,
         REASONING_MARKERS as REASONING_MARKERS,
@@ -45,6 +46,7 @@ __getattr__, __all__ = late_names(
     {
         "..base.clock": "PhaseClock",
         "base": "DTYPES KVMatch KVPart KVRun KVSource Message Runtime State TokenizedText",
+        "kv_blocks": "SIZE fingerprints",
         "markers": "CALL_MARKERS REASONING_MARKERS known_reasoning markers_among",
         "transformers.architectures": "check_architecture",
         "transformers.attention_pattern": "RowFilter",

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from .disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE, PAGE_CACHE as PAGE_CACHE, DiskBackend as DiskBackend
     from .entries import Entry as Entry, Total as Total
+    from .eviction import LEARNED as LEARNED
     from .joined import COPIES_BESIDE as COPIES_BESIDE, Joined as Joined, join as join
     from .memory import MemoryBackend as MemoryBackend
     from .opening import (
@@ -90,6 +91,7 @@ __getattr__, __all__ = late_names(
         ),
         "disk": "CAN_DROP_PAGE_CACHE PAGE_CACHE DiskBackend",
         "entries": "Entry Total",
+        "eviction": "LEARNED",
         "joined": "COPIES_BESIDE Joined join",
         "memory": "MemoryBackend",
         "opening": "StoreKind TenantsError open_chunk_store store_kind",

@@ -26,6 +26,7 @@ from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 from .entries import Entry
 from .reports import RepairReport, VerifyReport
+from .tenant import TenantStore
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -270,14 +271,19 @@ def _is_garbage(store: ChunkStore, key: str) -> bool:
 
 
 @_explained
-def clear(folder: Path, namespace: str | None = None) -> int:
+def clear(folder: Path, namespace: str | None = None, source: str | None = None) -> int:
     """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches.
-    The store's limit stays.
+    With ``source``, only of texts that have no other source; returns their number. The store's limit stays.
 
     Raises:
         StoreError: the folder is no store, or may not be written.
     """
     store = open_store(folder)
+    if source is not None:
+        tenants = [namespace] if namespace is not None else _rows(store).namespaces()
+        count = sum(_clear_source(store, tenant, source) for tenant in tenants)
+        store.close()
+        return count
     if namespace is not None:
         count = store.drop_tenant(namespace)
         store.close()
@@ -290,6 +296,16 @@ def clear(folder: Path, namespace: str | None = None) -> int:
     if failed is not None:
         raise failed
     return count
+
+
+def _clear_source(store: ChunkStore, namespace: str, source: str) -> int:
+    tenant, sources = TenantStore(store, namespace), store.catalog.sources
+    texts = sources.orphans(namespace, [source])
+    tenant.release(texts)
+    tenant.index.remove(texts)
+    sources.remove(namespace, [source])
+    store.catalog.note_erasure(namespace)
+    return len(texts)
 
 
 def open_store(folder: Path) -> ChunkStore:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 from ..base.keys import is_key
 
 EVERYONE = ""
 """Namespace of the row with the totals of all tenants. No tenant has an empty name."""
+
+LEARNED = "learned"
+"""Source of texts that were stored because they recurred in prompts. Their entries are evicted first."""
 
 BATCH = 256
 """Entries removed in one transaction when many go, so that other processes do not wait for all of them."""
@@ -29,11 +33,15 @@ def make_room(
         nonlocal evicted
         victims: dict[str, int] = {}
         room = 0
-        sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        for victim, size in run(sql, (tenant,)):
+        learned = (
+            "SELECT key, CAST(bytes AS INTEGER) FROM sources JOIN entries USING (namespace, digest) "
+            "WHERE namespace = ? AND source = ? ORDER BY last_use, key"
+        )
+        others = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
+        for victim, size in chain(run(learned, (tenant, LEARNED)), run(others, (tenant,))):
             if room >= excess or (most is not None and len(victims) >= most):
                 break
-            if victim != keep:
+            if victim != keep and victim not in victims:
                 victims[victim] = size
                 room += size
         freed = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from cacheclip_testing import run_without_torch
+from cacheclip_testing import fake_models, run_without_torch
 
 from cacheclip_rag import CacheClipEngine, __version__
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnknownModelError
@@ -24,6 +24,7 @@ from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
 from cacheclip_rag.cli.plugins import GROUP
 from cacheclip_rag.cli.tables import BROUGHT, Table
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.store import LEARNED
 from tests.store.samples import failing
 
 
@@ -248,6 +249,16 @@ class TestStoreCommands:
         assert cacheclip("store", "limit", 0, "--store", stored, "--json").json["max_bytes"] is None
         for wrong in ("-1", "12x", "1e9", "GiB"):
             assert cacheclip("store", "limit", "--store", stored, "--", wrong).code == 2
+
+    def test_what_was_learned_is_counted_and_cleared(self, cacheclip: Any, stored: Path) -> None:
+        with CacheClipEngine(**fake_models(), store=stored) as engine:
+            engine.precompute(["It recurred in some prompts.", "So did this one."], source=LEARNED)
+            engine.precompute(["So did this one."])
+        before = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert before["learned"] == 1
+        cleared = cacheclip("store", "clear", "learned", "--store", stored, "--yes", "--json").json
+        after = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert (cleared["removed"], after["learned"]) == (1, 0) and after["entries"] < before["entries"]
 
     def test_verify_and_repair(self, cacheclip: Any, stored: Path) -> None:
         clean = cacheclip("store", "verify", "--store", stored, "--json")

@@ -457,10 +457,11 @@ def test_eviction_ends_if_nothing_can_be_removed() -> None:
         def __init__(self) -> None:
             self.database = sqlite3.connect(":memory:", isolation_level=None)
             self.database.executescript("CREATE TABLE quotas (namespace, bytes); CREATE TABLE meta (name, value);")
-            self.database.executescript("CREATE TABLE entries (key, namespace, bytes, last_use);")
+            self.database.executescript("CREATE TABLE entries (key, namespace, digest, bytes, last_use);")
             self.database.executescript("CREATE TABLE totals (namespace, entries, bytes);")
+            self.database.executescript("CREATE TABLE sources (namespace, source, digest);")
             self.database.execute("INSERT INTO meta VALUES ('max_bytes', 100)")
-            self.database.execute("INSERT INTO entries VALUES (?, 't', 500, 1)", (key(1),))
+            self.database.execute("INSERT INTO entries VALUES (?, 't', NULL, 500, 1)", (key(1),))
             self.database.execute("INSERT INTO totals VALUES ('t', 1, 500), ('', 1, 500)")
 
         def __call__(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:

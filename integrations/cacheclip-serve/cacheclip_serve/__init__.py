@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from .field import CacheClipField as CacheClipField
     from .hidden import names_of as names_of, renamed as renamed
+    from .learning import LearnedTexts as LearnedTexts
     from .queue import Queue as Queue, QueueFull as QueueFull
     from .reading import read_json as read_json
     from .replies import as_json as as_json, server_sent as server_sent
@@ -64,6 +65,7 @@ __getattr__, __all__ = late_names(
         "errors": "RequestError error_body error_of unsupported",
         "field": "CacheClipField",
         "hidden": "names_of renamed",
+        "learning": "LearnedTexts",
         "queue": "Queue QueueFull",
         "reading": "read_json",
         "replies": "as_json server_sent",

@@ -18,6 +18,7 @@ from cacheclip_rag.plugins import (
     JsonOption,
     Table,
     check_backend,
+    check_choice,
     check_number,
     check_whole_number,
     engine_options,
@@ -58,6 +59,11 @@ class ServeTable(Table):
     drop_tools: bool = False
     """True: tools that need not be called are left out of prompts if the chat template has no place for them; else such
     requests are refused (400)."""
+    learn: str = "texts"
+    """``texts``: what recurs in prompts, or is marked as retrieved (``<source>``), is stored while nothing runs, and
+    evicted first; ``off``. Not in a shared store, nor for ``--backend vllm``."""
+    learned_bytes: int = 2**30
+    """Most bytes of such texts of a tenant."""
     hide_hits: bool = False
     """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
 
@@ -65,7 +71,8 @@ class ServeTable(Table):
         Table.__post_init__(self)
         check_number("temperature", self.temperature, "a number from 0 to 2", most=2.0)
         check_number("timeout_s", self.timeout_s, "0.1 seconds or more", least=0.1, most=float("inf"))
-        for name in ("max_tokens", "max_running", "max_body_bytes"):
+        check_choice("learn", self.learn, ("texts", "off"))
+        for name in ("max_tokens", "max_running", "max_body_bytes", "learned_bytes"):
             if getattr(self, name) is not None:
                 check_whole_number(name, getattr(self, name), least=1)
 
@@ -189,6 +196,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from .transformers import TransformersBackend
 
     name = table.served_name or served_name(config.primary)
+    learned_bytes = table.learned_bytes if table.learn == "texts" else 0
 
     def tell(address: str) -> None:
         if as_json:
@@ -198,7 +206,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config, hide_hits=table.hide_hits),
+        TransformersBackend(config, hide_hits=table.hide_hits, learned_bytes=learned_bytes),
         name=name,
         aliases=table.aliases or (),
         drops_tools=table.drop_tools,

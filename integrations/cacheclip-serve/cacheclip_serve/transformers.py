@@ -18,6 +18,7 @@ from cacheclip_rag.store import open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import names_of, without_hits, without_paths
+from .learning import LearnedTexts
 
 _SHARE_FOR_KV = 0.5
 """Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
@@ -30,10 +31,10 @@ known. A Chinese character, often a token, has three."""
 class TransformersBackend(ServingBackend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own, under one limit."""
 
-    def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, hide_hits: bool = False, learned_bytes: int = 0) -> None:
         """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
-        were stored (:mod:`.hidden`)."""
-        self._config, self._hide_hits = config, hide_hits
+        were stored (:mod:`.hidden`). ``learned_bytes``: most bytes of learned texts a tenant; 0: none is learned."""
+        self._config, self._hide_hits, self._learned_bytes = config, hide_hits, learned_bytes
         self._names = names_of(config)
         self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._engines: dict[str, CacheClipEngine] = {}
@@ -44,6 +45,8 @@ class TransformersBackend(ServingBackend):
         with self._lock:
             if tenant not in self._engines:
                 engine = CacheClipEngine(replace(self._config, namespace=tenant), store=self._store)
+                if self._learned_bytes:
+                    engine.observers.append(LearnedTexts(engine, self._learned_bytes))
                 if self._engines:
                     engine.prefixes.share_limit(next(iter(self._engines.values())).prefixes)
                 self._engines[tenant] = engine

@@ -1,0 +1,206 @@
+"""Texts that recur in prompts are stored as chunks; beside each promise, the mistake that breaks it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cacheclip_serve import LearnedTexts, TransformersBackend, learning
+from cacheclip_testing import fake_models, fake_of
+
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.store import LEARNED, ChunkStore
+
+SHORT = SamplingParams(max_tokens=2)
+Learner = Callable[..., CacheClipEngine]
+
+
+def words(seed: int, count: int = 100) -> str:
+    """A text of so many tokens of the fake model."""
+    chooser = random.Random(seed)
+    return " ".join(f"w{chooser.randrange(10_000)}" for _ in range(count))
+
+
+@pytest.fixture
+def learner() -> Iterator[Learner]:
+    engines: list[CacheClipEngine] = []
+
+    def make(max_bytes: int = 2**30, **options: Any) -> CacheClipEngine:
+        engines.append(CacheClipEngine(**{**fake_models(), **options}))
+        engines[-1].observers.append(LearnedTexts(engines[-1], max_bytes))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def ask(engine: CacheClipEngine, *prompts: Any) -> list[str]:
+    """Ask one after the other, each when nothing is left to do; what is learned by then."""
+    for prompt in prompts:
+        engine.generate(prompt, SHORT)
+        assert engine.wait_for_observers(10)
+    return engine.texts.texts(LEARNED)
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+BORDERS: dict[str, Callable[[str, str, str], Any]] = {
+    "paragraph": lambda before, text, after: f"{before}\n\n{text}\n\n{after}",
+    "line": lambda before, text, after: f"{before}\n{text}\n{after}",
+    "tag": lambda before, text, after: f"{before} <passage-{before[:3]}>{text}</passage-{before[:3]}> {after}",
+    "fence": lambda before, text, after: f"{before} ```{text}``` {after}",
+    "sentence": lambda before, text, after: f"{before}. {text}. {after}",
+    "message": lambda before, text, after: chat(before, "Yes.", text, "Well.", after),
+}
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@pytest.mark.parametrize("size", [64, 100, 300])
+def test_what_recurs_is_cut_at_the_border_where_the_prompts_part(learner: Learner, border: str, size: int) -> None:
+    engine, text, write = learner(), words(0, size), BORDERS[border]
+    assert ask(engine, write(words(1, 40), text, words(2, 40))) == [], "it stood once"
+    learned = ask(engine, write(words(3, 50), text, words(4, 20)))
+    assert [each.removesuffix(".") for each in learned] == [text]
+    assert ask(engine, write(words(5), text, words(6)), write(words(7), text, words(8))) == learned, "never twice"
+    answer = engine.generate(write(words(9), text, words(10)), SHORT)
+    assert answer.stats.hits == 1 and answer.stats.misses == 0
+    assert engine.metrics.snapshot()["learned_texts_total"] == 1
+
+
+def test_what_no_two_prompts_share_is_not_learned(learner: Learner) -> None:
+    """Nor what is shorter than the least, however often it recurs."""
+    short = words(0, learning.LEAST_TOKENS - 1)
+    prompts = [f"{words(2 * n)}\n\n{short}\n\n{words(2 * n + 1)}" for n in range(1, 6)]
+    assert ask(learner(), *prompts) == []
+
+
+def test_what_is_marked_as_retrieved_is_stored_at_first_sight(learner: Learner) -> None:
+    engine, texts = learner(), [words(seed) for seed in range(4)]
+
+    def sources(order: list[str]) -> str:
+        return "\n".join(f'<source id="{n}" name="a.txt">{text}</source>' for n, text in enumerate(order))
+
+    assert sorted(ask(engine, f"Use these.\n{sources(texts)}\nWhat is it?")) == sorted(texts)
+    assert engine.generate(f"{sources(texts[::-1])}\nWho is it?", SHORT).stats.hits == 4
+    assert ask(engine, f"<source>{words(9)}") == ask(engine), "a tag that does not end marks nothing"
+
+
+def test_overlapping_splits_become_chunks_and_parts(learner: Learner) -> None:
+    """No token is stored twice, unless the overlap is too short to be reused as a part."""
+    for overlap, copies in ((50, 0), (20, 20)):
+        whole = words(overlap, 350).split(" ")
+        first, second = " ".join(whole[:200]), " ".join(whole[200 - overlap :])
+        engine = learner()
+        learned = ask(engine, f"<source>{first}</source>\n<source>{second}</source>")
+        assert sum(len(each.split()) for each in learned) == 350 + copies
+        stats = engine.generate(f"<source>{second}</source>\nWhat?", SHORT).stats
+        assert stats.chunk_tokens >= 150 + overlap - 2
+
+
+def test_what_lies_within_a_stored_text_is_not_learned(learner: Learner) -> None:
+    engine, whole = learner(), words(0, 300)
+    engine.precompute([whole])
+    part = " ".join(whole.split(" ")[50:200])
+    assert ask(engine, *(f"{words(n)}\n\n{part}\n\n{words(n + 9)}" for n in range(1, 4))) == []
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_another_tenants_prompts_count_for_nothing(learner: Learner, tmp_path: Path, shares: bool) -> None:
+    """Planted: tenants that share what they have seen."""
+    models = fake_models()
+    one, other = (learner(store=tmp_path, namespace=name, **models) for name in ("one", "other"))
+    if shares:
+        other.observers[-1].sights = one.observers[-1].sights  # type: ignore[attr-defined]
+    assert ask(one, f"{words(1)}\n\n{words(0)}\n\n{words(2)}") == []
+    assert ask(other, f"{words(3)}\n\n{words(0)}\n\n{words(4)}") == [words(0)] * shares
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.parametrize("by_other", [False, True])
+def test_what_was_released_counts_as_never_seen(
+    learner: Learner, tmp_path: Path, forgets: bool, by_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: fingerprints that stay."""
+    engine, text = learner(store=tmp_path), words(0)
+    ask(engine, f"{words(1)}\n\n{text}\n\n{words(2)}")
+    if not forgets:
+        monkeypatch.setattr(LearnedTexts, "_follow_erasures", lambda self: None)
+    if by_other:
+        with CacheClipEngine(**fake_models(), store=tmp_path) as other:
+            other.release([text])
+        engine.store.chunk_store.erasures.look()
+    else:
+        engine.release([text])
+    prompts = [f"{words(n)}\n\n{text}\n\n{words(n + 9)}" for n in (3, 4)]
+    assert ask(engine, prompts[0]) == [text] * (not forgets)
+    assert ask(engine, prompts[1]) == [text]
+    engine.release([text])
+    assert not engine.is_stored(text) and engine.texts.index.find(prompts[0]) == []
+
+
+def test_what_is_released_while_it_is_computed_does_not_stay(learner: Learner) -> None:
+    engine, text = learner(), words(0)
+    encode = engine.primary.encode_many
+
+    def released(*args: Any, **options: Any) -> Any:
+        engine.release([text])
+        return encode(*args, **options)
+
+    engine.primary.encode_many = released  # type: ignore[method-assign]
+    ask(engine, f"<source>{text}</source>\nWhat?")
+    assert not engine.is_stored(text)
+
+
+def test_memory_is_bounded_and_reveals_nothing() -> None:
+    sights, ids = learning.Sights(most=1000), np.random.default_rng(0).integers(0, 50_000, (50, 2000))
+    for prompt in ids:
+        sights.add(sights.of(prompt)[1])
+        assert len(sights) <= 1000 and sights.num_bytes <= 16_000
+    assert sights.known(sights.of(ids[-1])[1]).all(), "the latest stay"
+    assert not sights.known(sights.of(ids[0])[1]).any()
+    assert not np.isin(sights.of(ids[0])[1], learning.Sights().of(ids[0])[1]).any(), "two processes have other hashes"
+
+
+def test_budget_takes_what_was_used_longest_ago(learner: Learner) -> None:
+    engine = learner()
+    ask(engine, *(f"<source>{words(n)}</source>\nWhat?" for n in range(3)))
+    of_one = engine.store.stats().bytes // 3
+    small = learner(max_bytes=3 * of_one)
+    ask(small, *(f"<source>{words(n)}</source>\nWhat?" for n in (0, 1, 2)))
+    learned = ask(small, f"<source>{words(0)}</source>\nWho?", f"<source>{words(3)}</source>\nWhat?")
+    assert sorted(learned) == sorted(words(n) for n in (0, 2, 3)) and not small.is_stored(words(1))
+    small.precompute([words(2)], source="a.txt")
+    ask(small, *(f"<source>{words(n)}</source>\nWhat?" for n in range(4, 9)))
+    assert small.is_stored(words(2)), "it was ingested meanwhile"
+
+
+def test_learned_texts_are_evicted_first(learner: Learner, tmp_path: Path) -> None:
+    engine = learner(store=tmp_path)
+    engine.precompute([words(0)], source="a.txt")
+    ask(engine, f"<source>{words(1)}</source>\nWhat?")
+    room = engine.store.stats().bytes
+    assert ChunkStore.open(tmp_path).set_limit(room) == 0
+    engine.precompute([words(2)], source="b.txt")
+    assert [engine.is_stored(words(n)) for n in range(3)] == [True, False, True]
+
+
+def test_nothing_is_computed_or_written_in_the_way_of_an_answer(learner: Learner) -> None:
+    engine = learner()
+    ask(engine, f"<source>{words(0)}</source>\nWhat?")
+    assert {thread.name for thread in fake_of(engine).threads["encode"]} == {"cacheclip-idle"}
+
+
+@pytest.mark.parametrize("learned_bytes", [0, 2**20])
+def test_a_server_learns_unless_it_must_not(learned_bytes: int) -> None:
+    backend = TransformersBackend(EngineConfig(**fake_models()), learned_bytes=learned_bytes)
+    engine = backend.engine("default")
+    learned = ask(engine, f"<source>{words(0)}</source>\nWhat?")
+    assert bool(learned) == bool(learned_bytes) == ("learned_texts_total 1" in backend.metrics())
+    backend.close()
