@@ -3,7 +3,8 @@
 A request passes the files in this order: ``app.py`` (paths, time limit, streams), ``access.py`` (keys and tenants),
 ``responses_api.py`` or ``messages_api.py`` (other requests as chats), ``schema.py`` with ``field.py`` (what a body may
 hold), ``queue.py``, a backend (``backend.py``; ``transformers.py`` answers with cacheclip-rag's engine),
-``replies.py`` and ``parts.py`` (what goes back), ``sending.py``. ``server.py`` starts and stops it.
+``replies.py`` and ``parts.py`` (what goes back), ``sending.py``. ``server.py`` starts and stops it, ``learning.py``
+stores what recurs in requests.
 :mod:`cacheclip_vllm` has vLLM's own server answer instead, and is built on the names below.
 """
 

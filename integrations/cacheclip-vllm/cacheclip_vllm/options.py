@@ -19,6 +19,7 @@ _NO_EFFECT = {
     "max_queue": "vLLM takes every request. Limit them in a proxy",
     "timeout_s": "vLLM has no limit for a request's time. Limit it in a proxy",
     "fallback": "start vLLM itself for models whose KV cannot be reused",
+    **dict.fromkeys(("learn", "learned_bytes"), "no texts are learned before vLLM. Leave it out"),
     "hide_hits": "vLLM counts cached tokens itself. Leave it out",
 }
 """Settings of ``cacheclip serve`` that change nothing with vLLM, and what to do instead."""
