@@ -19,7 +19,7 @@ from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import KVSource, State, wait_for
 from ..runtime.prompt_cache import Approximate
-from .turns import Pause
+from .turns import CALLER, Pause
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ _SLICE_TOKENS = {"cpu": 512}
 """Tokens of a slice of plain prefill, by type of device: running answers wait for one."""
 _LARGE_SLICE = 2048
 """The same for others, which fewer tokens leave idle. vLLM's, too."""
+_BEHIND = 4
+"""Slices in the background are so many times smaller: users wait for one, and nobody for the background."""
 
 Keep = Callable[[Sequence[int], Any], None]
 """Lets later prompts use the KV that a state has of these tokens, of a prompt and its answer."""
@@ -191,7 +193,8 @@ class Prefilling:
             # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
             used = replace(plan, known=known_kv(replace(layout, num_prefix=0), (), match.runs))
             known, work = match.num_tokens, layout.num_tokens - match.num_tokens
-            most = _SLICE_TOKENS.get(runtime.device.type, _LARGE_SLICE)
+            most, caller = _SLICE_TOKENS.get(runtime.device.type, _LARGE_SLICE), CALLER.get()
+            most = most // _BEHIND if caller is not None and caller.in_background else most
             is_cut = self.pause is not None and runtime.can_extend and layout.num_tokens <= runtime.reuse_tokens
             slices = max(1, round(work / most)) if is_cut else 1
             stops = [known + work * number // slices for number in range(1, slices + 1)]
