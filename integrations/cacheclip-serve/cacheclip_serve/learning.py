@@ -42,7 +42,7 @@ MOST_TOKENS = 384
 _LEAST_PART = 32
 """Shortest part of a stored text that is reused. A shorter overlap of two texts stays in both."""
 _MOST_FINGERPRINTS = 1 << 17
-"""Of the latest prompts, 12 bytes each: of about a million tokens."""
+"""Of the latest prompts, 16 bytes each: of about a million tokens."""
 _MOST_PROMPTS, _MOST_TEXTS = 16, 256
 """That wait until no answer is under way, the latest ones."""
 _INSIDE = 2
