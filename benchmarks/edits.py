@@ -12,10 +12,10 @@ last. An earlier prompt differs in one edit, and was answered by plain prefill:
     reversed    the passages stood in the other order
     summarised  the first three passages stood there whole, which are a summary now
 
-``again`` asks for full prefill in two steps, the exact KV of the first half before the rest: its differences are those
-of rounding. Prints per edit the share of the prompt's tokens that is not computed, the KL divergence of the first token
-from full prefill's, equal first tokens and answers, and the time to the first token over plain prefill's. Questions in
-the log are not asked again.
+``again`` is full prefill in two steps, the exact KV of the first half before the rest: its differences are those of
+rounding. Prints per edit the share of the prompt's tokens that is not computed, the KL divergence of the first token,
+and of those along full prefill's answer, equal first tokens and answers, and the time to the first token over plain
+prefill's. Questions in the log are not asked again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheclip_lab.evaluation.edits import Chat, edits
+from cacheclip_lab.evaluation.edits import Chat, edits, measured_edits
 from cacheclip_lab.evaluation.records import Record
 from resumed import ask_each, spread
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.measuring import kl_divergence, processor_name
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.measuring import processor_name
+from cacheclip_rag.methods import preset
 
-ANSWER = SamplingParams(max_tokens=24)
+ANSWER_TOKENS = 24
 
 
 def of_question(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, Chat]]:
@@ -46,46 +47,35 @@ def of_question(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, 
     return edits(sorted(texts), foreign, record.question)
 
 
-def measured(engine: CacheClipEngine, old: Chat, new: Chat) -> dict[str, Any]:
-    """Plain prefill, the same in two steps, and moved KV."""
-
-    engine.prefixes.clear()
-    plain = engine.generate(new, ANSWER, method="full")
-    logits = engine.prefill(new, ANSWER, method=engine.make_method("full")).logits
-    found: dict[str, Any] = {"tokens": plain.stats.prompt_tokens}
-    for way in ("again", "moved"):
-        engine.prefixes.clear()
-        before = new[: len(new) // 2] if way == "again" else old
-        engine.generate(before, SamplingParams(max_tokens=1), method="prefix")
-        other = engine.prefill(new, ANSWER, method=engine.make_method("prefix" if way == "again" else None)).logits
-        answer = engine.generate(new, ANSWER, method="prefix" if way == "again" else None)
-        stats = answer.stats
-        found[way] = {
-            "kl": float(kl_divergence(logits, other)),
-            "first": bool(answer.token_ids[0] == plain.token_ids[0]),
-            "answer": answer.text == plain.text,
-            "moved": stats.moved_tokens,
-            "past": stats.moved_past,
-            "reused": stats.reused_tokens,
-            "ttft": stats.ttft_s / plain.stats.ttft_s,
-        }
-    return found
+def measured(engine: CacheClipEngine, pairs: dict[str, tuple[Chat, Chat]]) -> Iterator[dict[str, Any]]:
+    """Of each edit; and of the prompt that most of them lead to, in two steps by exact KV alone."""
+    asked = pairs["header"][1]
+    again = {"again": (asked[: len(asked) // 2], asked)}
+    for method, given in ((preset("prefix"), again), (engine.make_method(), pairs)):
+        for each in measured_edits(engine, given, method, ANSWER_TOKENS, answers=True):
+            yield {
+                "edit": each.edit,
+                "tokens": each.stats.prompt_tokens,
+                "reused": each.stats.reused_tokens,
+                "first_kl": each.fidelity.first_token_kl,
+                "kl": each.fidelity.answer_kl,
+                "first": each.fidelity.first_agrees,
+                "answer": each.same_answer,
+                "ttft": each.stats.ttft_s / each.full.ttft_s,
+            }
 
 
 def table(items: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "edit        not computed  KL mean (median)    first token  answer   time to the first token"
-    for edit in items[0]["edits"]:
-        for way in ("again", "moved"):
-            rows = [item["edits"][edit][way] for item in items]
-            tokens = [item["edits"][edit]["tokens"] for item in items]
-            share = statistics.fmean(row["reused"] / count for row, count in zip(rows, tokens, strict=True))
-            kl = [row["kl"] for row in rows]
-            first, whole = (statistics.fmean(row[name] for row in rows) for name in ("first", "answer"))
-            seconds = statistics.median(row["ttft"] for row in rows)
-            yield (
-                f"{edit if way == 'moved' else '  again':11} {share:12.0%}  {statistics.fmean(kl):.4f} "
-                f"({statistics.median(kl):.4f})  {first:11.0%}  {whole:6.0%}  {seconds:8.2f}"
-            )
+    yield "edit        not computed  first KL mean (median)  answer KL  first token  answer   time to the first token"
+    for rows in zip(*(item["edits"] for item in items), strict=True):
+        share = statistics.fmean(row["reused"] / row["tokens"] for row in rows)
+        kl = [row["first_kl"] for row in rows]
+        along, first, whole = (statistics.fmean(row[name] for row in rows) for name in ("kl", "first", "answer"))
+        seconds = statistics.median(row["ttft"] for row in rows)
+        yield (
+            f"{rows[0]['edit']:11} {share:12.0%}  {statistics.fmean(kl):13.4f} ({statistics.median(kl):.4f}) "
+            f"{along:10.4f} {first:12.0%}  {whole:6.0%}  {seconds:8.3f}"
+        )
 
 
 def main() -> None:
@@ -112,7 +102,7 @@ def main() -> None:
     def asked(name: str) -> dict[str, Any]:
         at = names.index(name)
         pairs = of_question([records[each] for each in [*names[at:], *names[:at]]], args.passages)
-        return {"id": name, "edits": {edit: measured(engine, *pair) for edit, pair in pairs.items()}}
+        return {"id": name, "edits": [*measured(engine, pairs)]}
 
     items = ask_each(args.log, {name: name for name in names}, asked)
     print(f"{len(items)} questions, {args.primary}, {args.dtype}, {processor_name()}")

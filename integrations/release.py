@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 
 INSTALLED = {
-    " It is not published yet: clone this repository and run, inside the clone:": "",
+    " Not published yet: clone this repository and run, inside the clone:": "",
     "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
         'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
     ),

@@ -26,7 +26,11 @@ class EditOutcome:
 
     edit: str
     fidelity: Fidelity
+    same_answer: bool
+    """Whether the greedy answer is full prefill's; only meant where answers were asked for."""
     stats: FusionStats
+    full: FusionStats
+    """Of full prefill."""
 
 
 def chat(header: str, passages: Sequence[str], question: str) -> Chat:
@@ -59,13 +63,23 @@ def edits(passages: Sequence[str], foreign: str, question: str) -> dict[str, tup
 
 
 def measured_edits(
-    engine: CacheClipEngine, pairs: dict[str, tuple[Chat, Chat]], method: Method, max_tokens: int
+    engine: CacheClipEngine,
+    pairs: dict[str, tuple[Chat, Chat]],
+    method: Method,
+    max_tokens: int,
+    *,
+    answers: bool = False,
 ) -> Iterator[EditOutcome]:
-    """One outcome an edit."""
+    """One outcome an edit. ``answers``: with greedy answers of its own, up to ``max_tokens`` tokens."""
+    asked: Chat = []
     for edit, (old, new) in pairs.items():
         engine.prefixes.clear()
-        reference = Reference.of(engine, engine.prefill(new, method=preset("full")), max_tokens)
+        if new != asked:  # most edits lead to the same prompt
+            asked, plain = new, engine.prefill(new, method=preset("full"))
+            reference = Reference.of(engine, plain, max_tokens)
         engine.generate(old, SamplingParams(max_tokens=1), method="prefix")
         prefilled = engine.prefill(new, method=method, moved="on")
-        yield EditOutcome(edit, reference.follow(prefilled, answers=False).fidelity, prefilled.stats)
+        followed = reference.follow(prefilled, answers=answers)
+        same = followed.answer == reference.answer
+        yield EditOutcome(edit, followed.fidelity, same, prefilled.stats, plain.stats)
     engine.prefixes.clear()
