@@ -77,8 +77,8 @@ class ChunkWriter:
         self, chunks: Sequence[str], origins: Mapping[str, Sequence[tuple[str, str]]], source: str | None, document: str
     ) -> None:
         texts = self._parts.texts
-        if source != LEARNED and self._parts.store.chunk_store.wants is None:
-            texts.remove_sources([LEARNED], texts=chunks)  # they stay, also if what was learned goes
+        if source != LEARNED:
+            texts.forget_learned(chunks)  # they stay, also if what was learned goes
         for chunk in chunks:
             texts.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..store import TenantStore
+from ..store import LEARNED, TenantStore
 
 
 class ChunkTexts:
@@ -33,6 +33,7 @@ class ChunkTexts:
         self.index.add(
             [text for text in texts if self._store.holds_text(text)]
         )  # another process stored them meanwhile
+        self.forget_learned(texts)
         self._catalog.note_erasure(self._namespace)  # last, and for texts without an entry too: prompts may hold them
         return released
 
@@ -41,6 +42,12 @@ class ChunkTexts:
         does not."""
         self._store.release([text])
         self.index.remove([text])
+        self.forget_learned([text])
+
+    def forget_learned(self, texts: Iterable[str]) -> None:
+        """Sources that a caller named are the caller's to remove; this one nobody named."""
+        if self._store.chunk_store.wants is None:
+            self.remove_sources([LEARNED], texts=texts)
 
     # -- sources ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -25,6 +25,7 @@ from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 from .entries import Entry
+from .eviction import LEARNED
 from .reports import RepairReport, VerifyReport
 from .tenant import TenantStore
 
@@ -280,10 +281,13 @@ def clear(folder: Path, namespace: str | None = None, source: str | None = None)
     """
     store = open_store(folder)
     if source is not None:
-        tenants = [namespace] if namespace is not None else _rows(store).namespaces()
-        count = sum(_clear_source(store, tenant, source) for tenant in tenants)
-        store.close()
-        return count
+        tenants = {*_rows(store).namespaces(), *_rows(store).namespaces_of_texts()}
+        tenants &= {namespace} if namespace is not None else tenants
+        with closing(store):
+            named = sorted({name for tenant in tenants for name in store.catalog.sources.names(tenant)})
+            if source not in (LEARNED, *named):
+                raise StoreError(f"expected {LEARNED!r} or a source of stored texts, got {source!r}, of which none is.")
+            return sum(_clear_source(store, tenant, source) for tenant in tenants)
     if namespace is not None:
         count = store.drop_tenant(namespace)
         store.close()
@@ -301,10 +305,13 @@ def clear(folder: Path, namespace: str | None = None, source: str | None = None)
 def _clear_source(store: ChunkStore, namespace: str, source: str) -> int:
     tenant, sources = TenantStore(store, namespace), store.catalog.sources
     texts = sources.orphans(namespace, [source])
-    tenant.release(texts)
-    tenant.index.remove(texts)
-    sources.remove(namespace, [source])
-    store.catalog.note_erasure(namespace)
+    try:
+        tenant.release(texts)
+        tenant.index.remove(texts)
+        sources.remove(namespace, [source])
+    finally:
+        if texts:
+            store.catalog.note_erasure(namespace)
     return len(texts)
 
 

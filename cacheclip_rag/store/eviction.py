@@ -35,7 +35,9 @@ def make_room(
         room = 0
         learned = (
             "SELECT key, CAST(bytes AS INTEGER) FROM sources JOIN entries USING (namespace, digest) "
-            "WHERE namespace = ? AND source = ? ORDER BY last_use, key"
+            "WHERE namespace = ? AND source = ? AND NOT EXISTS (SELECT 1 FROM sources AS other WHERE "
+            "other.namespace = sources.namespace AND other.digest = sources.digest AND other.source != sources.source) "
+            "ORDER BY last_use, key"
         )
         others = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
         for victim, size in chain(run(learned, (tenant, LEARNED)), run(others, (tenant,))):

@@ -259,6 +259,8 @@ class TestStoreCommands:
         cleared = cacheclip("store", "clear", "learned", "--store", stored, "--yes", "--json").json
         after = cacheclip("store", "stats", "--store", stored, "--json").json
         assert (cleared["removed"], after["learned"]) == (1, 0) and after["entries"] < before["entries"]
+        wrong = cacheclip("store", "clear", "lerned", "--store", stored, "--yes")
+        assert wrong.code == 1 and "expected 'learned' or a source of stored texts, got 'lerned'" in wrong.err
 
     def test_verify_and_repair(self, cacheclip: Any, stored: Path) -> None:
         clean = cacheclip("store", "verify", "--store", stored, "--json")

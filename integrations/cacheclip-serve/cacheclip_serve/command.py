@@ -61,7 +61,7 @@ class ServeTable(Table):
     requests are refused (400)."""
     learn: str = "texts"
     """``texts``: what recurs in prompts, or is marked as retrieved (``<source>``), is stored while nothing runs, and
-    evicted first; ``off``. Not in a shared store, nor for ``--backend vllm``."""
+    evicted first; ``off``. Not in a shared store, with ``on_miss = "ignore"``, nor for ``--backend vllm``."""
     learned_bytes: int = 2**30
     """Most bytes of such texts of a tenant."""
     hide_hits: bool = False
@@ -196,9 +196,12 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from .transformers import TransformersBackend
 
     name = table.served_name or served_name(config.primary)
-    learned_bytes = table.learned_bytes if table.learn == "texts" else 0
+    learns = table.learn == "texts" and config.on_miss == "store"
 
     def tell(address: str) -> None:
+        if learns:
+            where = f"in {store}" if (store := settings.engine.get("store")) else "in memory"
+            typer.echo(f'texts that recur in prompts are stored {where} (learn = "off" under [serve]: none)', err=True)
         if as_json:
             print_json({"address": address, "model": name, "backend": "transformers"})
             sys.stdout.flush()
@@ -206,7 +209,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config, hide_hits=table.hide_hits, learned_bytes=learned_bytes),
+        TransformersBackend(config, hide_hits=table.hide_hits, learned_bytes=table.learned_bytes if learns else 0),
         name=name,
         aliases=table.aliases or (),
         drops_tools=table.drop_tools,

@@ -112,12 +112,12 @@ class LearnedTexts(Observer):
         self._engine, self._max_bytes = engine, max_bytes
         self._lock = threading.Lock()
         self._forget()
-        self._stored: dict[str, int] | None = None
-        """Bytes of each learned text, least recently used first; None until one is stored."""
-        self._has_told = False
+        self._has_failed = False
 
     def _forget(self) -> None:
         self.sights = Sights()
+        self._stored: dict[str, int] | None = None
+        """Bytes of each learned text, least recently used first; None until one is stored."""
         self._prompts: deque[tuple[Plan, int]] = deque(maxlen=_MOST_PROMPTS)
         """Plans, each with the number of leading tokens whose KV an earlier prompt left."""
         self._texts: deque[tuple[str, Method]] = deque(maxlen=_MOST_TEXTS)
@@ -128,6 +128,10 @@ class LearnedTexts(Observer):
         if self._generation != self._engine.prefixes.generation:
             self._forget()
 
+    def close(self) -> None:
+        with self._lock:
+            self._forget()
+
     def on_plan(self, plan: Plan, kv_sources: KVSources) -> None:
         if self._engine.store.chunk_store.wants is not None:
             return  # what a shared store holds is decided by ingest
@@ -135,12 +139,13 @@ class LearnedTexts(Observer):
             self._follow_erasures()
             for span in plan.reused:
                 if self._stored and span.whole in self._stored:
-                    self._stored[span.whole] = self._stored.pop(span.whole)
+                    self._stored[span.whole] = self._stored.pop(span.whole)  # the latest
             self._prompts.append((plan, self._engine.prefixes.known(plan.layout.token_ids[:-1])))
         self._engine.when_idle(self._step)
 
     def _step(self) -> bool:
         """Look at a prompt, or store a text; whether nothing is left to do."""
+        self._engine.store.chunk_store.erasures.look()  # of other processes, too
         with self._lock:
             self._follow_erasures()
             prompt = self._prompts.popleft() if self._prompts else None
@@ -153,7 +158,11 @@ class LearnedTexts(Observer):
                 for piece in self._unknown(text[0]):
                     self._store(piece, text[1], generation)
         except CacheClipError as error:  # the catalog is busy, the disk is full, or it does not fit the model
-            logger.warning("a text that recurs could not be stored: %s", error)
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "texts that recur could not be stored, which is said once: %s", error)
+            self._has_failed = True
+            with self._lock:
+                self._texts.clear()
         return not (self._prompts or self._texts)
 
     def _recurring(self, plan: Plan, served: int) -> list[str]:
@@ -186,25 +195,30 @@ class LearnedTexts(Observer):
 
     def _store(self, text: str, method: Method, generation: int) -> None:
         engine = self._engine
-        if self._stored is None:
-            self._stored = {each: self._bytes_of(each) for each in engine.texts.texts(LEARNED)}
+        engine.store.check_writable()  # before anything is computed
         engine.precompute([text], method=method, source=LEARNED)
-        if engine.prefixes.generation != generation:  # it may have been released meanwhile
-            engine.release([text])
-            return
-        self._stored[text] = self._bytes_of(text)
-        engine.metrics.record_learned()
-        if not self._has_told:
-            logger.info(
-                'what recurs in prompts is stored, while nothing runs (learn = "off" under [serve]: nothing is)'
-            )
-            self._has_told = True
-        while len(self._stored) > 1 and sum(self._stored.values()) > self._max_bytes:
-            oldest = next(iter(self._stored))
-            del self._stored[oldest]
-            if oldest in engine.texts.orphans([LEARNED]):
-                engine.texts.evict(oldest)
-            engine.texts.remove_sources([LEARNED], texts=[oldest])
+        engine.store.chunk_store.erasures.look()
+        num_bytes, stored = self._bytes_of(text), self._stored
+        if stored is None:
+            stored = {each: self._bytes_of(each) for each in engine.texts.texts(LEARNED)}
+        with self._lock:
+            if engine.prefixes.generation != generation or not num_bytes:  # released meanwhile, or there is no room
+                self._evict(text)
+                return
+            self._stored = stored
+            stored[text] = num_bytes
+            engine.metrics.record_learned()
+            while len(stored) > 1 and sum(stored.values()) > self._max_bytes:
+                oldest = next(iter(stored))
+                del stored[oldest]
+                self._evict(oldest)
+
+    def _evict(self, text: str) -> None:
+        """Unless it was ingested meanwhile."""
+        texts = self._engine.texts
+        if text in texts.orphans([LEARNED]):
+            texts.evict(text)
+        texts.forget_learned([text])
 
     def _bytes_of(self, text: str) -> int:
         catalog, tenant = self._engine.store.catalog, self._engine.store.namespace
@@ -221,6 +235,7 @@ def _texts_of(span: Span, is_free: Array, seen: Array) -> Iterator[str]:
         recurs[place : following if following - place <= SIZE + 1 else place + SIZE] = True
     recurs &= is_free
     tags = [*_RETRIEVED.finditer(text)]
+    edges_of_tags = [edge for tag in tags for edge in tag.span()]
     strong = sorted({0, len(text), *(edge for match in _STRONG.finditer(text) for edge in match.span())})
     weak = sorted({*strong, *(edge for match in _WEAK.finditer(text) for edge in match.span())})
     for tag, closing in zip(tags, tags[1:], strict=False):
@@ -232,7 +247,7 @@ def _texts_of(span: Span, is_free: Array, seen: Array) -> Iterator[str]:
     for first, stop in _runs(recurs, LEAST_TOKENS - 2 * SIZE):
         begin = _border(strong, weak, *offsets[[max(0, first - SIZE), first + _INSIDE], 0], last=True)
         end = _border(strong, weak, *offsets[[stop - 1 - _INSIDE, min(stop + SIZE, len(offsets)) - 1], 1], last=False)
-        inside = [edge for tag in tags for edge in tag.span() if begin < edge < end]
+        inside = edges_of_tags[bisect_right(edges_of_tags, begin) : bisect_left(edges_of_tags, end)]
         edges: list[int] = [begin, *inside, end]
         for left, right in zip(edges, edges[1:], strict=False):
             yield from _cut(text, offsets, left, right, strong, weak)

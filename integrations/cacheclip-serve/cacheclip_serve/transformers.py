@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -73,7 +74,10 @@ class TransformersBackend(ServingBackend):
 
     def work_tokens(self, question: ServedQuestion) -> int:
         prompt = question.prompt
+        messages = [] if isinstance(prompt, str) else prompt
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+        contents += [json.dumps(each) for each in question.options.tools]
+        contents += [json.dumps(calls) for message in messages if (calls := message.get("tool_calls"))]
         return sum(len(content.encode("utf-8", "replace")) for content in contents) // _BYTES_OF_TOKEN
 
     def count_tokens(self, question: ServedQuestion) -> int:

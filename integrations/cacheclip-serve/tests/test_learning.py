@@ -12,7 +12,7 @@ import pytest
 from cacheclip_serve import LearnedTexts, TransformersBackend, learning
 from cacheclip_testing import fake_models, fake_of
 
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams, StoreError
 from cacheclip_rag.store import LEARNED, ChunkStore
 
 SHORT = SamplingParams(max_tokens=2)
@@ -131,31 +131,62 @@ def test_what_was_released_counts_as_never_seen(
     engine, text = learner(store=tmp_path), words(0)
     ask(engine, f"{words(1)}\n\n{text}\n\n{words(2)}")
     if not forgets:
-        monkeypatch.setattr(LearnedTexts, "_follow_erasures", lambda self: None)
+
+        def follow(self: LearnedTexts) -> None:
+            self._generation = self._engine.prefixes.generation
+
+        monkeypatch.setattr(LearnedTexts, "_follow_erasures", follow)
     if by_other:
         with CacheClipEngine(**fake_models(), store=tmp_path) as other:
             other.release([text])
-        engine.store.chunk_store.erasures.look()
     else:
         engine.release([text])
-    prompts = [f"{words(n)}\n\n{text}\n\n{words(n + 9)}" for n in (3, 4)]
+    prompts = [f"{words(n)}\n\n{text}\n\n{words(n + 9)}" for n in (3, 4, 5)]
     assert ask(engine, prompts[0]) == [text] * (not forgets)
-    assert ask(engine, prompts[1]) == [text]
+    assert ask(engine, *prompts[1:]) == [text]
     engine.release([text])
     assert not engine.is_stored(text) and engine.texts.index.find(prompts[0]) == []
+    assert engine.texts.texts(LEARNED) == [], "nor its source, of which a repaired store would have it again"
 
 
-def test_what_is_released_while_it_is_computed_does_not_stay(learner: Learner) -> None:
-    engine, text = learner(), words(0)
+@pytest.mark.parametrize("by_other", [False, True])
+def test_what_is_released_while_it_is_computed_does_not_stay(learner: Learner, tmp_path: Path, by_other: bool) -> None:
+    engine, text, models = learner(store=tmp_path), words(0), fake_models()
+    other = learner(store=tmp_path, **models) if by_other else engine
     encode = engine.primary.encode_many
 
     def released(*args: Any, **options: Any) -> Any:
-        engine.release([text])
+        other.release([text])
         return encode(*args, **options)
 
     engine.primary.encode_many = released  # type: ignore[method-assign]
-    ask(engine, f"<source>{text}</source>\nWhat?")
+    assert ask(engine, f"<source>{text}</source>\nWhat?") == []
     assert not engine.is_stored(text)
+
+
+def test_a_store_without_room_has_no_row_of_it(learner: Learner, tmp_path: Path) -> None:
+    engine = learner(store=tmp_path, max_bytes=2**30)
+    engine.store.chunk_store.set_limit(1)
+    assert ask(engine, f"<source>{words(0)}</source>\nWhat?") == []
+    assert (
+        "learned_texts_total" not in engine.metrics.snapshot() or not engine.metrics.snapshot()["learned_texts_total"]
+    )
+
+
+def test_a_store_that_cannot_be_written_computes_nothing(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = learner()
+
+    def refused(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(type(engine.store), "check_writable", refused)
+    assert ask(engine, *(f"<source>{words(n)}</source>\nWhat?" for n in range(3))) == []
+    assert not fake_of(engine).threads["encode"]
+    assert (
+        sum("could not be stored" in record.message for record in caplog.records if record.levelname == "WARNING") == 1
+    )
 
 
 def test_memory_is_bounded_and_reveals_nothing() -> None:
@@ -176,19 +207,25 @@ def test_budget_takes_what_was_used_longest_ago(learner: Learner) -> None:
     ask(small, *(f"<source>{words(n)}</source>\nWhat?" for n in (0, 1, 2)))
     learned = ask(small, f"<source>{words(0)}</source>\nWho?", f"<source>{words(3)}</source>\nWhat?")
     assert sorted(learned) == sorted(words(n) for n in (0, 2, 3)) and not small.is_stored(words(1))
-    small.precompute([words(2)], source="a.txt")
+    small.store.release([words(2)])  # it comes again among a request's documents, which have names
+    small.generate(words(2), SHORT, documents={words(2): [("a.txt", "a.txt")]})
     ask(small, *(f"<source>{words(n)}</source>\nWhat?" for n in range(4, 9)))
     assert small.is_stored(words(2)), "it was ingested meanwhile"
 
 
-def test_learned_texts_are_evicted_first(learner: Learner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_learned_texts_are_evicted_first(learner: Learner, tmp_path: Path, is_named: bool) -> None:
+    """Unless another source has them, too."""
     engine = learner(store=tmp_path)
     engine.precompute([words(0)], source="a.txt")
     ask(engine, f"<source>{words(1)}</source>\nWhat?")
+    if is_named:
+        engine.texts.add_source(words(1), "c.txt")
     room = engine.store.stats().bytes
     assert ChunkStore.open(tmp_path).set_limit(room) == 0
     engine.precompute([words(2)], source="b.txt")
-    assert [engine.is_stored(words(n)) for n in range(3)] == [True, False, True]
+    assert engine.is_stored(words(1)) is is_named and engine.is_stored(words(2))
+    assert is_named or engine.is_stored(words(0))
 
 
 def test_nothing_is_computed_or_written_in_the_way_of_an_answer(learner: Learner) -> None:

@@ -217,6 +217,21 @@ class TestMemory:
         # a tokenizer of 400 entries has few tokens that are longer than a byte
         assert 0.3 * held.nbytes < backend.kv_bytes(question) < 4 * held.nbytes + 10 * held[:, :, :, :1].nbytes
 
+    def test_tools_and_calls_are_work_too(self, narrow: Served) -> None:
+        backend, long = narrow.server.app.backend, "word " * 1000
+        tool = {"type": "function", "function": {"name": "f", "description": long, "parameters": {"type": "object"}}}
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": long})}}
+        plain = [{"role": "user", "content": "Hi"}]
+        questions = {
+            "none": ServedQuestion(plain, "default", CallOptions()),
+            "tools": ServedQuestion(plain, "default", CallOptions(tools=[tool])),
+            "calls": ServedQuestion(
+                [*plain, {"role": "assistant", "content": "", "tool_calls": [call]}], "default", CallOptions()
+            ),
+        }
+        work = {name: backend.work_tokens(question) for name, question in questions.items()}
+        assert work["none"] < 10 and min(work["tools"], work["calls"]) > 1000
+
     def test_the_limit_is_half_of_what_is_free(self, narrow: Served) -> None:
         assert 0 < narrow.server.app._queue.most_bytes < math.inf
 
