@@ -25,7 +25,7 @@ LEAST_PAST = 0.8
 among those in both: else it is computed."""
 _PAST = 1024
 _MOST_SOURCES = 8
-"""Places of one fingerprint that are looked at, the latest ones. Boilerplate stands in every prompt."""
+"""Places of one fingerprint that are known, the latest ones. Boilerplate stands in every prompt."""
 _WINDOW = LEAST_RUN - SIZE + 1
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 Array = np.ndarray[Any, Any]
@@ -199,11 +199,13 @@ class Places:
             block = blocks[place // size]
             if (value, place) not in block.hashes:
                 block.hashes.append((value, place))
-                self.by_hash.setdefault(value, []).append((block, place))
+                there = self.by_hash.setdefault(value, [])
+                there.append((block, place))
+                del there[:-_MOST_SOURCES]  # a token that is repeated has one hash, thousands of times
 
     def remove(self, block: KVBlock) -> None:
-        for value, place in block.hashes:
-            self.by_hash[value].remove((block, place))
+        for value, _ in block.hashes:
+            self.by_hash[value] = [each for each in self.by_hash.get(value, ()) if each[0] is not block]
             if not self.by_hash[value]:
                 del self.by_hash[value]
 
@@ -217,7 +219,7 @@ class Places:
         for place, value in zip(places, hashes, strict=True):
             if place < stop:
                 continue
-            there = self.by_hash.get(value, [])[-_MOST_SOURCES:]
+            there = self.by_hash.get(value, ())
             found = [run for each in there if (run := EqualRun.around(tokens, place, *each, stop)) is not None]
             found.sort(key=EqualRun.rank, reverse=True)
             usable = [kept for run in found[:2] if (kept := run.after_lost_past(now)) is not None]

@@ -114,6 +114,13 @@ class TestRuns:
         cache = holding(*([*tokens(2, seed), *text] for seed in range(100, 140)))
         assert check(cache, [*tokens(3, 3), *text]) >= 64
 
+    def test_a_token_that_is_repeated_is_known_in_few_places(self) -> None:
+        """Each place of thousands would be looked for when one is evicted."""
+        old = [5] * 3000
+        cache = holding(old)
+        assert max(map(len, cache._places.by_hash.values())) <= 8
+        assert check(cache, [6, *old]) >= LEAST_RUN
+
     @settings(max_examples=150, deadline=None)
     @given(seed=st.integers(0, 10**6), cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=6))
     def test_pieces_in_any_order(self, seed: int, cuts: list[tuple[int, int]]) -> None:
