@@ -193,6 +193,7 @@ class Gate(Beside):
 
     def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
         least = self.first_confidence if len(answer) < _CALL_TOKENS else self.min_confidence
+        self.asks_before = least > 0  # else later tokens share passes again
         if confidence(allowed) >= least:
             return None
         self.asks_before = False

@@ -138,6 +138,7 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
             source[part] = KVSource.COMPUTED
     if not source[: num_prefix + 1].all():
         source[:num_prefix] = KVSource.PREFIX
+    source[(source == KVSource.MOVED) & stale & ~chunk] = KVSource.COMPUTED  # no chunk's ratio would correct it
     moved = [(run, source[run.start : run.stop] == KVSource.MOVED) for run in runs if run.source == KVSource.MOVED]
     for run, is_left in moved:
         border[run.start : run.stop] = _first_of_each(is_left, MOST_BORDER)

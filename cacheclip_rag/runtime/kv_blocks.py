@@ -225,7 +225,7 @@ class Places:
             usable = [kept for run in found[:2] if (kept := run.after_lost_past(now)) is not None]
             yield from usable[:1]
             if found:  # without enough past, later tokens of the run have not enough of it either
-                stop = found[0].stop
+                stop = max(run.stop for run in (found[0], *usable[:1]))
 
 
 def part_of_prompt(

@@ -276,6 +276,7 @@ class LlamaRuntime(ChatText):
                 held.runs.append((piece.at, piece.at + piece.count))
             else:
                 unread.append(piece)
+        held.runs.sort()
         return held, unread
 
     def late_correction(self, held: Cells, spans: Runs, runs: Runs, weight: float) -> LateCorrection:
