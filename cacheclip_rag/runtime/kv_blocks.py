@@ -65,7 +65,7 @@ class KVBlock:
     """Whether a match can find it."""
     children: dict[tuple[Hashable, bytes], KVBlock] = field(default_factory=dict)
     hashes: list[tuple[int, int]] = field(default_factory=list)
-    """Fingerprints that begin in it: hash, and its first token in the prompt."""
+    """Fingerprints that end in it: hash, and its first token in the prompt."""
 
     @classmethod
     def root(cls) -> KVBlock:
@@ -196,7 +196,7 @@ class Places:
         places, hashes = fingerprints(tokens[begin : end_of(blocks)])
         size = len(blocks[0].ids) if blocks else 1
         for place, value in zip((places + begin).tolist(), hashes.tolist(), strict=True):
-            block = blocks[place // size]
+            block = blocks[(place + SIZE - 1) // size]
             if (value, place) not in block.hashes:
                 block.hashes.append((value, place))
                 there = self.by_hash.setdefault(value, [])
@@ -220,7 +220,9 @@ class Places:
             if place < stop:
                 continue
             there = self.by_hash.get(value, ())
-            found = [run for each in there if (run := EqualRun.around(tokens, place, *each, stop)) is not None]
+            end = SIZE - 1  # their last token, which is in the block
+            runs = [EqualRun.around(tokens, place + end, block, source + end, stop) for block, source in there]
+            found = [run for run in runs if run is not None]
             found.sort(key=EqualRun.rank, reverse=True)
             usable = [kept for run in found[:2] if (kept := run.after_lost_past(now)) is not None]
             yield from usable[:1]

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -120,6 +121,14 @@ class TestRuns:
         cache = holding(old)
         assert max(map(len, cache._places.by_hash.values())) <= 8
         assert check(cache, [6, *old]) >= LEAST_RUN
+
+    def test_a_shared_beginning_notes_nothing_of_what_follows_it(self) -> None:
+        head, new = tokens(160, 1), [*tokens(160, 1), *tokens(9, 3), *tokens(400, 2)]
+        cache = holding(*([*head, *tokens(100, seed)] for seed in range(100, 160)), [*head, *tokens(400, 2)])
+        (block,) = (block for block in cache._root.walk(np.array(head), None, BLOCK) if block.stop == len(head))
+        assert len(block.hashes) <= BLOCK
+        with cache.match(new, "any method", moves=range(10**6)) as match:
+            assert [start for start, _, _ in moved(match)] == [169], "conversations beside it are not its past"
 
     @settings(max_examples=150, deadline=None)
     @given(seed=st.integers(0, 10**6), cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=6))
