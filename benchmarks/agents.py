@@ -36,8 +36,8 @@ from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.runtime import KVSource
 
 ANSWER = SamplingParams(max_tokens=48)
-BORDER = 8
-"""First tokens of a moved run, which are computed."""
+BORDER, END = 8, 64
+"""First tokens of a moved run, and last ones of a prompt, which are computed."""
 SHIFTED_RUN = 256
 """Least tokens of a run that llama.cpp's server is asked to shift."""
 Messages = list[dict[str, Any]]
@@ -60,15 +60,9 @@ def message(recorded: dict[str, Any]) -> dict[str, Any]:
         content = "\n".join(part.get("text") or json.dumps(part) for part in content)
     calls = [call["function"] for call in recorded.get("tool_calls") or ()]
     content += "".join(f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-    role = recorded["role"]
-    return (
-        {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        if role == "tool"
-        else {
-            "role": role,
-            "content": content,
-        }
-    )
+    if recorded["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    return {"role": recorded["role"], "content": content}
 
 
 class NoKV:
@@ -115,7 +109,7 @@ def shares(engine: CacheClipEngine, requests: Iterable[Messages]) -> dict[str, i
         except PromptTooLongError:
             continue
         ids = plan.layout.token_ids
-        with engine.prefixes.match(ids[:-1], engine.make_method(), moves=range(len(ids) - 64)) as match:
+        with engine.prefixes.match(ids[:-1], engine.make_method(), moves=range(max(0, len(ids) - END))) as match:
             runs = match.runs
         counts["requests"] += 1
         counts["tokens"] += len(ids)
