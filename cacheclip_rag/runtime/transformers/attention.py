@@ -14,10 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ...base.errors import UnsupportedModelError
 from .attention_pattern import AttentionPattern, AttentionRule, Block, PassEnded, SideBySide, causal_pattern
 from .cache import Geometry
 
 ATTENTION_NAME = "cacheclip"
+_INPUTS = {
+    *("scaling", "sliding_window", "softcap", "s_aux", "cacheclip_pattern", "cacheclip_steps"),
+    *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "position_embeddings"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
+"""What models may pass to the attention: the first line changes it, the others do not."""
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
 products cost more than the mask."""
@@ -28,7 +35,9 @@ _ALIGNED = 8
 
 
 def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """The attention function that models are given: follows the pattern if there is one, else attends causally."""
+    """The attention function that models are given: follows the pattern if there is one, else attends causally. Raises
+    UnsupportedModelError: the model passes an input on which its attention may depend in a way that is not known."""
+    _check_inputs(module, attention_mask, kwargs)
     pattern: AttentionPattern | None = kwargs.pop("cacheclip_pattern", None)
     rule = AttentionRule(
         scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
@@ -57,6 +66,17 @@ def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_m
     if pattern.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
         raise PassEnded
     return block_attention(query, key, value, pattern.blocks, rule), None
+
+
+def _check_inputs(module: torch.nn.Module, mask: Any, inputs: dict[str, Any]) -> None:
+    unknown = [name for name in inputs.keys() - _INPUTS if inputs[name] is not None]
+    unknown += ["attention_mask"] * (mask is not None) + ["is_causal=False"] * (inputs.get("is_causal") is False)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} of transformers passes {', '.join(sorted(unknown))} to its attention. Expected "
+            "inputs whose meaning is known, because KV cannot be reused exactly otherwise. Run this model with "
+            "transformers itself, without reuse."
+        )
 
 
 def _causal_attention(
