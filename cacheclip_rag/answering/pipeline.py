@@ -123,12 +123,12 @@ class Answering:
                 self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)
 
     def _work(self, prompt: _PromptSegments) -> int:
-        """Tokens to compute of a prompt, as far as is known before others have left their KV. A few take as long as
-        one."""
+        """Number of tokens to compute of a prompt, as far as is known before others have left their KV. A few take as
+        long as one."""
         with waiting_at_most(ANSWER_WAIT_S):
             plan, prompt_cache = self._plan(prompt), prompt.prefilling.kv_sources.prompt_cache
         plain = plan.layout.num_tokens - prompt_cache.known(plan.layout.token_ids)
-        return max(ROWS_FOR_EXACT_KV, min(plain, plan.known.computed_tokens(plan.method.nominal_ratio)))
+        return max(ROWS_FOR_EXACT_KV, plain if plan.work is None else plan.work)
 
     def plan(self, request: Request) -> Plan:
         """Decide how to answer. Computes no tensor."""

@@ -106,8 +106,9 @@ class Prefilling:
     """For which there is room after the prompt."""
     trace: bool = False
     """Whether it is recorded which tokens were computed again."""
-    moved_confidence: float = 0.0
-    """Least confidence of the first token where KV is moved, if it is more than the method's."""
+    call_confidence: float = 0.0
+    """Least confidence of the first token where earlier prompts left approximate KV, if it is more than the method's.
+    """
     pause: Pause | None = None
     """Lets others go first between two slices of plain prefill; None: it is computed at once."""
 
@@ -166,18 +167,27 @@ class Prefilling:
         is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
         is_exact = fused.first_computed is not None and not known.is_approximate and (not stale or is_recomputed)
         if not is_exact and fused.stale is not None and shares:
-            about = Approximate(plan.method, fused.stale, known.turns + 1)
+            past = known.past.copy()
+            past[recomputed] = 1.0
+            about = Approximate(plan.method, fused.stale, past, known.turns + 1)
             insert = partial(sources.prompt_cache.insert, approximate=about, generation=self.generation)
             continuing = partial(keep, insert)
         if known.is_approximate and fused.stale is not None:
             first = int(fused.stale.argmax()) if fused.stale.any() else None
             continued = known.count(KVSource.CACHED, KVSource.CONTINUED) if known.count(KVSource.CONTINUED) else 0
-            stats = replace(stats, continued_tokens=continued, continued_turns=known.turns, stale_from=first)
+            stats = replace(
+                stats,
+                continued_tokens=continued,
+                continued_turns=known.turns,
+                stale_from=first,
+                moved_tokens=known.count(KVSource.MOVED) - int((known.source[recomputed] == KVSource.MOVED).sum()),
+                moved_past=known.moved_past,
+            )
         seen = None
         if self.trace:
             chunks = tuple((span.start, span.stop) for span in plan.reused)
             seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
-        least = max(plan.method.min_confidence, self.moved_confidence if stats.moved_tokens else 0.0)
+        least = max(plan.method.min_confidence, self.call_confidence if known.is_approximate else 0.0)
         missing = plan.missing_texts
         return Prefilled(
             plan.layout, fused.state, fused.logits, stats, missing, keeping, continuing, seen, is_exact, least
@@ -258,8 +268,6 @@ def stats_of(
         queued_s=clock.queued_s,
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=known.count(KVSource.CACHED),
-        moved_tokens=known.moved_tokens,
-        moved_past=known.moved_past,
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,

@@ -115,6 +115,8 @@ class Plan:
     continues: bool = False
     """Whether approximate KV of earlier prompts is used, continued or moved: chunks in it are not read, and fewer of
     their tokens are recomputed."""
+    work: int | None = None
+    """Number of tokens to compute; None if neither stored nor moved KV is looked for."""
     prediction: Prediction | None = None
     """Set if the recompute ratio was chosen by predicted time."""
 
@@ -247,9 +249,11 @@ def least_computed(plan: Plan, runs: Sequence[KVRun]) -> Plan:
     fused = known_kv(plan.layout, plan.reused, exact).computed_tokens(ratio)
     shorter = known_kv(plan.layout, plan.reused, runs).computed_tokens(ratio) if len(exact) < len(runs) else fused
     if is_plain_better(plain, fused, shorter):
-        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+        why = f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less"
+        return replace(plan, bypass=why, work=plain)
     continues = shorter + ROWS_FOR_EXACT_KV < fused
-    return replace(plan, continues=continues, fallback=None if continues else plan.fallback)
+    work = shorter if continues else fused
+    return replace(plan, continues=continues, work=work, fallback=None if continues else plan.fallback)
 
 
 def is_plain_better(plain: int, fused: int, continuing: int) -> bool:

@@ -52,8 +52,9 @@ class KnownKV:
     """Tokens of reused chunks whose KV is moved, and computed again whatever the recompute ratio."""
     turns: int
     """Answers whose approximate KV the prompt continues; 0: none is held."""
-    moved_past: float | None
-    """Mean share of the tokens before moved KV in its earlier prompt that stand before it now; None: none is moved."""
+    past: _Array
+    """float32, 0 to 1, of the KV that earlier prompts left: as in :class:`~cacheclip_rag.runtime.base.KVRun`; else 1.
+    """
 
     def count(self, *sources: KVSource) -> int:
         """Number of tokens whose KV comes from these sources."""
@@ -74,9 +75,10 @@ class KnownKV:
         return bool(self.stale[part].any()) if is_moved else not self.is_exact(span)
 
     @property
-    def moved_tokens(self) -> int:
-        """Number of tokens whose KV is moved and not computed again."""
-        return self.count(KVSource.MOVED) - int(self.border.sum())
+    def moved_past(self) -> float | None:
+        """Mean :attr:`past` of moved KV; None: none is moved."""
+        pasts = self.past[self.source == KVSource.MOVED]
+        return float(pasts.mean()) if len(pasts) else None
 
     @property
     def is_approximate(self) -> bool:
@@ -87,14 +89,15 @@ class KnownKV:
     def rated_tokens(self) -> int:
         """Chunk tokens of which the recompute ratio is a share: all, but of those in continued KV none that are exact
         by now, and :data:`FOLLOW_UP_SHARE` of the others. A chunk that is exact as stored counts as in a first
-        question. Of moved KV only what is stale counts."""
+        question. Of moved KV only what is stale counts, wholly: its method and ratio may have been others."""
         if not self.is_approximate:
             return int(self.chunk.sum())
         is_moved = self.source == KVSource.MOVED
-        again = self.chunk & self.held & np.where(is_moved, self.stale, self.own | (self.source != KVSource.CACHED))
+        again = self.chunk & self.held & ~is_moved & (self.own | (self.source != KVSource.CACHED))
         # the same prompt again has the same answer
         share = FOLLOW_UP_SHARE if self.held.sum() < len(self.held) - 1 else 0
-        return int((self.chunk & ~self.held).sum()) + round(share * int(again.sum()))
+        wholly = self.chunk & (~self.held | (is_moved & self.stale))
+        return int(wholly.sum()) + round(share * int(again.sum()))
 
     def computed_tokens(self, ratio: float) -> int:
         """Number of tokens that are computed at a recompute ratio: those of no source, and as many of the reused chunks
@@ -126,10 +129,12 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
     """
     source: _Array = np.zeros(layout.num_tokens, np.uint8)
     chunk, own, stale, border = np.zeros((4, layout.num_tokens), np.bool_)
-    runs, num_prefix = [*runs], layout.num_prefix
+    runs, num_prefix, past = [*runs], layout.num_prefix, np.ones(layout.num_tokens, np.float32)
     for run in runs:
-        source[run.start : run.stop] = run.source
-        stale[run.start : run.stop] = False if run.stale is None else run.stale
+        part = slice(run.start, run.stop)
+        source[part] = run.source
+        stale[part] = False if run.stale is None else run.stale
+        past[part] = 1.0 if run.past is None else run.past
     own[:num_prefix] = True
     for span in reused:
         part = slice(span.start, span.stop)
@@ -139,9 +144,10 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
     if not source[: num_prefix + 1].all():
         source[:num_prefix] = KVSource.PREFIX
     source[(source == KVSource.MOVED) & stale & ~chunk] = KVSource.COMPUTED  # no chunk's ratio would correct it
-    moved = [(run, source[run.start : run.stop] == KVSource.MOVED) for run in runs if run.source == KVSource.MOVED]
-    for run, is_left in moved:
-        border[run.start : run.stop] = _first_of_each(is_left, MOST_BORDER)
+    for run in runs:
+        if run.source == KVSource.MOVED:
+            is_left = source[run.start : run.stop] == KVSource.MOVED
+            border[run.start : run.stop] = _first_of_each(is_left, MOST_BORDER)
     source[border & ~chunk] = KVSource.COMPUTED
     turns = max((run.turns for run in runs if (source[run.start : run.stop] == run.source).any()), default=0)
     held = source >= KVSource.CACHED.value
@@ -149,8 +155,7 @@ def known_kv(layout: Layout, reused: Sequence[Span] = (), runs: Iterable[KVRun] 
     source[read] = np.where(own[read], KVSource.OWN_CONTEXT, KVSource.STORED)
     stale = np.where(held, stale, source == KVSource.STORED)
     exact = (own & (source != KVSource.MOVED)) | (source == KVSource.CACHED)
-    counts = [int((source[run.start : run.stop] == KVSource.MOVED).sum()) for run, _ in moved]
-    past = float(np.average([run.past for run, _ in moved], weights=counts)) if any(counts) else None
+    past[source < KVSource.CONTINUED.value] = 1.0
     return KnownKV(tuple(reused), source, chunk, held, own, exact, stale, border & chunk, turns, past)
 
 

@@ -57,8 +57,9 @@ class KVRun(NamedTuple):
     """``(num_tokens,)`` bool, of these tokens: those whose KV is a chunk's as it was stored. None: none is."""
     source_start: int = 0
     """Of moved KV: position of the first token in its earlier prompt."""
-    past: float = 1.0
-    """Of moved KV: share of the tokens before it in its earlier prompt that stand before it now, too."""
+    past: np.ndarray[Any, Any] | None = None
+    """``(num_tokens,)``, 0 to 1, of each of these tokens: share of what stood before it where its KV was computed, or
+    stands before it now, that did both. None: 1."""
 
 
 class KVPart(NamedTuple):

@@ -7,9 +7,9 @@ Such runs are found by fingerprints. Source: winnowing (Schleimer, Wilkerson and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class KVBlock:
     kv: Any = None
     """What the runtime's state gives of these tokens (:class:`KeptKV`). None while it is being copied."""
     stale: Array | None = None
+    past: float = 1.0
+    """The least of its tokens'."""
     turns: int = 0
     is_known: bool = True
     """Whether a match can find it."""
@@ -129,8 +131,8 @@ class EqualRun:
     stop: int
     at: int
     """Where it starts in the earlier prompt."""
-    past: float = 0.0
-    """Share of the tokens before it, in the earlier prompt or now, that stand before it in both."""
+    pasts: Sequence[float] = ()
+    """Of each block, as :attr:`KVBlock.past`, before this prompt's tokens."""
 
     @classmethod
     def around(cls, tokens: Array, place: int, block: KVBlock, source: int, least: int) -> EqualRun | None:
@@ -163,24 +165,31 @@ class EqualRun:
     def rank(self) -> tuple[int, bool]:
         return self.stop - self.start, self.blocks[-1].method is None
 
-    def after_lost_past(self, now: dict[int, int]) -> EqualRun | None:
-        """The part of the run whose tokens have :data:`LEAST_PAST` of their past in both prompts; None if it is
-        short. ``now``: where fingerprints first stand in the prompt."""
+    def with_past(self, now: dict[int, int]) -> list[EqualRun]:
+        """The parts of the run whose tokens have :data:`LEAST_PAST` of their past, both where their KV was computed and
+        now. ``now``: where fingerprints first stand in the prompt."""
         first, first_now = max(0, self.at - _PAST), max(0, self.start - _PAST)
         places = [each for block in self.blocks[0].path() if block.stop > first for each in block.hashes]
         before = [value for value, place in places if first <= place <= self.at - SIZE]
         both = [value for value in before if first_now <= now.get(value, self.start) <= self.start - SIZE]
         past, same = min(max(self.at, self.start), _PAST), (self.at - first) * len(both) / max(len(before), 1)
-        lost = max(0, math.ceil(min((LEAST_PAST * past - same) / (1 - LEAST_PAST), LEAST_PAST * _PAST)))
-        if self.stop - self.start - lost < LEAST_RUN:
-            return None
-        at = self.at + lost
-        blocks = [block for block in self.blocks if block.stop > at]
-        share = min(1.0, (same + lost) / min(past + lost, _PAST)) if past + lost else 1.0
-        return EqualRun(blocks, self.start + lost, self.stop, at, share)
+        inside = np.array([max(block.start - self.at, 0) for block in self.blocks])
+        shares = np.minimum(1.0, (same + inside) / np.clip(past + inside, 1, _PAST))
+        shares[past + inside == 0] = 1.0
+        pasts = shares * [block.past for block in self.blocks]
+        parts = list[EqualRun]()
+        for is_kept, group in groupby(
+            zip(self.blocks, pasts.tolist(), strict=True), lambda each: each[1] >= LEAST_PAST
+        ):
+            blocks, of_blocks = zip(*group, strict=True)
+            at, end = max(blocks[0].start, self.at), min(blocks[-1].stop, self.at + self.stop - self.start)
+            if is_kept and end - at >= LEAST_RUN:
+                moved = self.start - self.at
+                parts.append(EqualRun(blocks, at + moved, end + moved, at, of_blocks))
+        return parts
 
     def as_part(self) -> KVPart:
-        return part_of_prompt(KVSource.MOVED, self.blocks, self.start, self.at, self.stop, self.past)
+        return part_of_prompt(KVSource.MOVED, self.blocks, self.start, self.at, self.stop, self.pasts)
 
 
 class Places:
@@ -221,25 +230,31 @@ class Places:
                 continue
             there = self.by_hash.get(value, ())
             end = SIZE - 1  # their last token, which is in the block
-            runs = [EqualRun.around(tokens, place + end, block, source + end, stop) for block, source in there]
-            found = [run for run in runs if run is not None]
-            found.sort(key=EqualRun.rank, reverse=True)
-            usable = [kept for run in found[:2] if (kept := run.after_lost_past(now)) is not None]
-            yield from usable[:1]
-            if found:  # without enough past, later tokens of the run have not enough of it either
-                stop = max(run.stop for run in (found[0], *usable[:1]))
+            runs = [
+                run
+                for block, source in reversed(there)  # of equally long ones the latest
+                if (run := EqualRun.around(tokens, place + end, block, source + end, stop)) is not None
+            ]
+            runs.sort(key=EqualRun.rank, reverse=True)
+            usable = [parts for run in runs[:2] if (parts := run.with_past(now))]
+            chosen = max(usable, key=lambda parts: sum(part.stop - part.start for part in parts), default=[])
+            yield from chosen
+            if runs:  # what has not enough past is computed
+                stop = max(run.stop for run in (runs[0], *chosen))
 
 
 def part_of_prompt(
-    source: KVSource, blocks: Sequence[KVBlock], start: int, at: int, stop: int, past: float = 1.0
+    source: KVSource, blocks: Sequence[KVBlock], start: int, at: int, stop: int, pasts: Sequence[float]
 ) -> KVPart:
-    """Tokens ``[start, stop)`` of a prompt, which begin at ``at`` in the blocks' own."""
-    first, stale = blocks[0].start, None
+    """Tokens ``[start, stop)`` of a prompt, which begin at ``at`` in the blocks' own. ``pasts``: of each block."""
+    skip, stale, past = at - blocks[0].start, None, None
     if any(block.stale is not None for block in blocks):
         marks = [np.zeros(len(block.ids), np.bool_) if block.stale is None else block.stale for block in blocks]
-        stale = np.concatenate(marks)[at - first : at - first + stop - start]
+        stale = np.concatenate(marks)[skip : skip + stop - start]
+    if min(pasts) < 1:
+        past = np.repeat(pasts, [len(block.ids) for block in blocks])[skip : skip + stop - start]
     run = KVRun(source, start, stop, max(block.turns for block in blocks), stale, at, past)
-    return KVPart(run, [block.kv for block in blocks], at - first)
+    return KVPart(run, [block.kv for block in blocks], skip)
 
 
 def end_of(blocks: Sequence[KVBlock]) -> int:

@@ -57,6 +57,8 @@ class Approximate(NamedTuple):
     """By which it was computed, at its ratio."""
     stale: Array
     """``(num_tokens,)`` bool, as in :class:`~cacheclip_rag.runtime.base.KVRun`; tokens after them are not stale."""
+    past: Array
+    """``(num_tokens,)``, 0 to 1, as in :class:`~cacheclip_rag.runtime.base.KVRun`; that of tokens after them is 1."""
     turns: int
     """Answers whose approximate KV it is, one after the other."""
 
@@ -110,12 +112,13 @@ class PromptCache:
         tokens = np.asarray(ids, np.int64)
         with self._lock:
             exact = self._root.walk(tokens, None, self.block_tokens)
-            parts = [part_of_prompt(KVSource.CACHED, exact, 0, 0, end_of(exact))] if exact else []
+            parts = [part_of_prompt(KVSource.CACHED, exact, 0, 0, end_of(exact), [1.0])] if exact else []
             ends = exact[-1:]
             if method is not None:
                 blocks, stop = self._continued(exact, tokens, _key(method))
-                if stop > end_of(exact):
-                    parts.append(part_of_prompt(KVSource.CONTINUED, blocks, end_of(exact), end_of(exact), stop))
+                if stop > (first := end_of(exact)):
+                    pasts = [block.past for block in blocks]
+                    parts.append(part_of_prompt(KVSource.CONTINUED, blocks, first, first, stop, pasts))
                     ends.append(blocks[-1])
             first = max(moves.start, parts[-1].run.stop if parts else 0)
             for run in self._places.runs(tokens[: moves.stop], first):
@@ -160,15 +163,16 @@ class PromptCache:
             self._hold(held)
             new = self._reserve(held[-1] if held else self._root, tokens, method, cache.token_bytes)
             self._places.add(tokens, [*held, *new], held[-1].stop if held else 0)
-        stale = np.zeros(len(tokens), np.bool_)
+        stale, past = np.zeros(len(tokens), np.bool_), np.ones(len(tokens), np.float32)
         if approximate is not None:
             stale[: len(approximate.stale)] = approximate.stale[: len(tokens)]
+            past[: len(approximate.past)] = approximate.past[: len(tokens)]
         fewer = [
             block for block in held if block.start >= exact and block.num_stale > stale[block.start : block.stop].sum()
         ]
         try:
             for blocks in (new, *([block] for block in fewer)):
-                self._copy(blocks, cache, stale, 0 if approximate is None else approximate.turns)
+                self._copy(blocks, cache, stale, past, 0 if approximate is None else approximate.turns)
         finally:
             self._release([*held, *new])
         return len(new)
@@ -195,7 +199,7 @@ class PromptCache:
             self._free.clear()
             self._places = Places()
 
-    # -- the caller holds the lock, except for _copy and _release, which takes it --------------------------------------
+    # -- the caller holds the lock, except for _copy and _release, which take it ---------------------------------------
 
     def _continued(self, exact: Sequence[KVBlock], tokens: Array, method: Hashable) -> tuple[list[KVBlock], int]:
         """The blocks of a method's approximate KV that go on the furthest, and where. They begin where the exact ones
@@ -260,15 +264,17 @@ class PromptCache:
             block.refs += 1
             self._free.pop(block, None)
 
-    def _copy(self, blocks: Sequence[KVBlock], cache: KeptKV, stale: Array, turns: int) -> None:
+    def _copy(self, blocks: Sequence[KVBlock], cache: KeptKV, stale: Array, past: Array, turns: int) -> None:
         """Copy the KV of neighbouring blocks."""
         if not blocks:
             return
         copies = cache.blocks(blocks[0].start, blocks[-1].stop, self.block_tokens)
         for block, kv in zip(blocks, copies, strict=True):
-            if block.method is not None:
-                block.stale, block.turns = stale[block.start : block.stop], turns
-            block.kv = kv
+            with self._lock:  # KV, and what is said of it, change at once
+                if block.method is not None:
+                    part = slice(block.start, block.stop)
+                    block.stale, block.past, block.turns = stale[part], float(past[part].min()), turns
+                block.kv = kv
 
     def _release(self, blocks: Sequence[KVBlock]) -> None:
         """Drop one reference to each block, the last block first: a prompt's end is the least likely to be reused."""

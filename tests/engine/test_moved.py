@@ -190,6 +190,26 @@ class TestWhenItIsTaken:
         fresh.precompute(passages)
         assert stats.hits == len(passages) and stats.moved_tokens > stats.prompt_tokens / 2
         assert stats.recomputed_tokens < fresh.generate(new, SHORT).stats.recomputed_tokens
+        assert all(value >= 0 for value in engine.metrics.snapshot().values())
+
+    def test_what_is_computed_again_counts_once(self, make: Make, passages: list[str]) -> None:
+        """Chunks as they are stored, moved, and computed again in part."""
+        engine = make(min_confidence=0.0)
+        engine.precompute(passages[:8])
+        old, new = EDITS["header"](passages)
+        engine.generate(old, SHORT, method="direct")
+        stats = engine.generate(new, SHORT, recompute_ratio=0.5).stats
+        assert stats.moved_tokens and stats.recomputed_tokens
+        assert stats.reused_tokens >= stats.cached_prefix_tokens + stats.moved_tokens
+        assert engine.metrics.snapshot()['prompt_tokens_total{source="store"}'] >= 0
+
+    def test_a_prompt_that_was_edited_is_as_much_work_as_it_computes(self, make: Make, passages: list[str]) -> None:
+        engine = make(min_confidence=0.0, on_miss="ignore")
+        old, new = EDITS["header"](passages)
+        engine.generate(old, SHORT)
+        work = engine.plan(new).work
+        stats = engine.generate(new, SHORT).stats
+        assert work == stats.prompt_tokens - stats.reused_tokens < stats.prompt_tokens / 2
 
     def test_the_gate_holds_for_it(self, make: Make, passages: list[str]) -> None:
         engine = make(method=replace(preset("cacheclip"), min_confidence=1.0), on_miss="ignore")
@@ -217,6 +237,19 @@ class TestWhenItIsTaken:
             if is_gated:
                 engine.prefixes.clear()
                 assert answer.token_ids == engine.generate(new, params, method="full", **options).token_ids
+
+    def test_a_call_in_an_answer_that_continues_moved_kv_is_gated(
+        self, monkeypatch: pytest.MonkeyPatch, tool_model: str, passages: list[str]
+    ) -> None:
+        engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", store=None)
+        monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 0.0)
+        for prompt in EDITS["inserted"](passages):
+            stats = engine.generate(prompt, SHORT, tools=[SEARCH]).stats
+        assert stats.moved_tokens and not stats.gated
+        monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 1.0)
+        plan = engine.plan(prompt + " And then?", tools=[SEARCH])
+        assert plan.continues
+        assert engine.generate(prompt + " And then?", SHORT, tools=[SEARCH]).stats.gated
 
 
 class TestWhereItNeverGoes:

@@ -106,6 +106,13 @@ class TestManySources:
         known = known_kv(LAYOUT, LAYOUT.chunks, [run])
         assert known.stale.nonzero()[0].tolist() == [3, 4, 5, 6, 9, 11, 13]
 
+    def test_stale_tokens_of_moved_kv_are_as_those_of_a_stored_chunk(self) -> None:
+        """Another method, or ratio, may have left it."""
+        chunk = LAYOUT.chunks[1]
+        stale = np.ones(len(chunk.tokens), np.bool_)
+        known = known_kv(LAYOUT, [chunk], [KVRun(KVSource.MOVED, chunk.start, chunk.stop, 1, stale)])
+        assert known.rated_tokens == known_kv(LAYOUT, [chunk]).rated_tokens == len(chunk.tokens)
+
 
 class TestWithout:
     def test_a_chunk_that_cannot_be_read_is_computed(self) -> None:

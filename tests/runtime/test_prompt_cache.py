@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag.runtime.base import KVMatch, KVPart, KVSource
 from cacheclip_rag.runtime.kv_blocks import LEAST_PAST, LEAST_RUN
-from cacheclip_rag.runtime.prompt_cache import PromptCache
+from cacheclip_rag.runtime.prompt_cache import Approximate, PromptCache
 
 BLOCK = 16
 
@@ -71,7 +71,7 @@ def check(cache: PromptCache, ids: Sequence[int]) -> int:
             assert [token for token, _, _ in kv] == [*ids[run.start : run.stop]]
             assert [position for _, position, _ in kv] == [*range(run.source_start, run.source_start + len(kv))]
             if run.source == KVSource.MOVED:
-                assert len(kv) >= LEAST_RUN and run.past >= LEAST_PAST - 1e-9
+                assert len(kv) >= LEAST_RUN and (run.past is None or run.past.min() >= LEAST_PAST)
         return sum(run.stop - run.start for run in match.runs)
 
 
@@ -169,7 +169,7 @@ class TestPast:
         with holding(old, max_bytes=10**5).match(old[3000:], "any method", moves=range(10**6)) as match:
             assert len(match.runs) == 1 and 500 < match.runs[0].start <= 1024
         with holding(old, max_bytes=10**5).match([7, *old], "any method", moves=range(3000, 10**6)) as match:
-            assert [(run.start, run.past) for run in match.runs] == [(3000, 1.0)]
+            assert [(run.start, run.past) for run in match.runs] == [(3000, None)]
 
     def test_passages_in_another_order_behind_a_long_head(self) -> None:
         """The head is not what they have read last."""
@@ -183,7 +183,36 @@ class TestPast:
         old = tokens(400, 1)
         with holding(old).match([*old[:288], *old[320:]], "any method", moves=range(10**6)) as match:
             (run,) = (run for run in match.runs if run.source == KVSource.MOVED)
-        assert abs(run.past - 288 / 320) < 0.05
+        assert run.past is not None and abs(run.past[0] - 288 / 320) < 0.05
+
+    def test_what_was_moved_before_has_lost_some_of_it(self) -> None:
+        """Ten turns, each with more before the text; the KV of each token is that of the prompt that computed it."""
+        ids, prompts = tokens(700, 1), list[list[int]]()
+        cache, method = PromptCache(10**6, block_tokens=BLOCK), "any method"
+        numbers = set[int]()
+        for turn in range(10):
+            ids = [*tokens(30, 50 + turn), *ids]
+            prompts.append(ids)
+            state, past = Kept(ids, turn), np.ones(len(ids), np.float32)
+            with cache.match(ids, method, moves=range(10**6)) as match:
+                match.write_to(state)
+                for run in match.runs:
+                    past[run.start : run.stop] = 1 if run.past is None else run.past
+            for now, (token, then, number) in enumerate(state.kv):
+                read, still = {*prompts[number][:then]}, {*ids[:now]}
+                share = len(read & still) / max(then, now, 1)
+                assert ids[now] == token and (number == turn or share >= LEAST_PAST - 0.05), (turn, now)
+                numbers.add(turn - number)
+            cache.insert(ids, state, Approximate(method, np.zeros(len(ids), np.bool_), past, turn))
+        assert max(numbers) > 2, "some of it was moved more than once"
+
+    def test_of_equally_long_sources_the_latest(self) -> None:
+        text = tokens(300, 1)
+        cache = holding(*([*tokens(3, seed), *text] for seed in range(2, 6)))
+        with cache.match([*tokens(5, 9), *text], "any method", moves=range(10**6)) as match:
+            state = Kept([-1] * 305, -1)
+            match.write_to(state)
+        assert {number for _, _, number in state.kv} == {-1, 3}
 
 
 class TestLimits:
