@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,7 +37,9 @@ _ALIGNED = 8
 def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """The attention function that models are given: follows the pattern if there is one, else attends causally. Raises
     UnsupportedModelError: the model passes an input on which its attention may depend in a way that is not known."""
-    _check_inputs(module, attention_mask, kwargs)
+    unknown = [name for name in kwargs.keys() - _INPUTS if kwargs[name] is not None]
+    if unknown or attention_mask is not None or kwargs.get("is_causal") is False:
+        _refuse(module, unknown, attention_mask)
     pattern: AttentionPattern | None = kwargs.pop("cacheclip_pattern", None)
     rule = AttentionRule(
         scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
@@ -68,15 +70,13 @@ def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_m
     return block_attention(query, key, value, pattern.blocks, rule), None
 
 
-def _check_inputs(module: torch.nn.Module, mask: Any, inputs: dict[str, Any]) -> None:
-    unknown = [name for name in inputs.keys() - _INPUTS if inputs[name] is not None]
-    unknown += ["attention_mask"] * (mask is not None) + ["is_causal=False"] * (inputs.get("is_causal") is False)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} of transformers passes {', '.join(sorted(unknown))} to its attention. Expected "
-            "inputs whose meaning is known, because KV cannot be reused exactly otherwise. Run this model with "
-            "transformers itself, without reuse."
-        )
+def _refuse(module: torch.nn.Module, unknown: list[str], mask: Any) -> NoReturn:
+    unknown += ["attention_mask"] * (mask is not None)
+    raise UnsupportedModelError(
+        f"{type(module).__name__} of transformers passes {', '.join(sorted(unknown)) or 'is_causal=False'} to its "
+        "attention. Expected inputs whose meaning is known, because KV cannot be reused exactly otherwise. Run this "
+        "model with transformers itself, without reuse."
+    )
 
 
 def _causal_attention(
