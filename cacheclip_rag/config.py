@@ -118,6 +118,13 @@ class EngineConfig:
         2**28, "Size of the prefix cache: exact KV that prompts with the same first tokens share."
     )
     """0 switches it off."""
+    store_prompts: bool = _setting(
+        False,
+        "Whether exact KV of prompts goes into the store, too, while no answer is under way: after a restart, "
+        "conversations go on from there.",
+    )
+    """It needs a limit of the store: each token takes as many bytes as one of a chunk. It is evicted before chunks, and
+    deleted with anything that is released."""
     moved: str = _setting(
         "on",
         "Whether KV that earlier prompts left is used for the same tokens at another position or behind other text: "
@@ -161,6 +168,9 @@ class EngineConfig:
             check_choice(name, getattr(self, name), allowed)
         check_number("shadow_rate", self.shadow_rate, "a number from 0 (none) to 1 (all)", most=1.0)
         check_flag("require_certificate", self.require_certificate)
+        check_flag("store_prompts", self.store_prompts)
+        if self.store_prompts and (self.store is None or is_url(self.store)):
+            raise ConfigurationError(f"store_prompts needs a folder as store, got store={self.store!r}.")
         if self.codec is not None:
             check_choice("codec", self.codec, _CODECS)
         if self.store is not None:

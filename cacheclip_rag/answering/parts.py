@@ -14,6 +14,7 @@ import torch
 
 from ..base.checks import check_ratio_and_limit
 from ..chunks.context import CONTEXTS, ChunkContext
+from ..chunks.stored_prompts import StoredPrompts
 from ..chunks.texts import ChunkTexts
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
@@ -63,6 +64,7 @@ class Parts:
         self._drops_erased = False
         """Whether the store has :meth:`drop_kv` called."""
         self._kv_sources: dict[Hashable, KVSources] = {}
+        self._stored_prompts: StoredPrompts | None = None
         self.head_sets = HeadSets(lambda: self.models.runtime, lambda: self.models.auxiliary_caches)
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.kv_sources)
@@ -117,6 +119,8 @@ class Parts:
         return ChunkTexts(self.store)
 
     def close(self) -> None:
+        if self._stored_prompts is not None:
+            self._stored_prompts.finish()
         self.drop_kv()
         with self._lock:
             if self._tenant is not None:
@@ -144,6 +148,7 @@ class Parts:
         with self._lock:
             loaded = self.models.forget()
             self._kv_sources.clear()
+            self._stored_prompts = None
         self.certificates.forget()
         vars(self).pop("controllers", None)
         unload_models(loaded)
@@ -242,11 +247,14 @@ class Parts:
                 _ = self.store
             if wants not in self._kv_sources:
                 check_reads(method, self.models.primary_caches(context).runtime)
+                if self.config.store_prompts and self._stored_prompts is None:
+                    self._stored_prompts = StoredPrompts(self.models.caches_after_prefix, self.prompt_cache)
                 self._kv_sources[wants] = KVSources(
                     primary=self.models.primary_caches(context),
                     prefix_caches=self.models.caches_after_prefix,
                     auxiliary=self.head_sets.auxiliary_pass(method.head_sets) if method.needs_auxiliary else None,
                     prompt_cache=self.prompt_cache,
+                    stored_prompts=self._stored_prompts,
                 )
             return self._kv_sources[wants]
 

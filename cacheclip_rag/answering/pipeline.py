@@ -115,9 +115,12 @@ class Answering:
                     answered = ObservedAnswer(plan, event.answer, options.params, logits, verified)
                     for observer in self.observers:
                         observer.on_answer(answered)
+                    ids = [*plan.layout.token_ids, *event.answer.token_ids]
                     if completes:
-                        ids = [*plan.layout.token_ids, *event.answer.token_ids]
                         self.completion.add(runtime, kv_sources.prompt_cache, ids, generation)
+                    if kv_sources.stored_prompts is not None and shares:
+                        kv_sources.stored_prompts.add(ids[:-1])
+                        self.completion.add_step(runtime, kv_sources.stored_prompts.step)
                 yield event
             if missing or self.writer.late:
                 self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 FORMAT_VERSION = 1
 """Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
@@ -24,16 +24,33 @@ def chunk_key(
 
     Every field is preceded by its length, so that two different inputs never give the same byte string.
     """
+    prefix, chunk = ",".join(map(str, prefix_ids)), ",".join(map(str, chunk_ids))
+    return _digest(map(_encoded, (_versions(), model_fingerprint, prefix, chunk, rope_pin, namespace)))
+
+
+def prompt_keys(about: Sequence[str], pieces: Iterable[bytes], count: int) -> list[list[str]]:
+    """Keys of the KV of a prompt's pieces, ``count`` of each piece. They say what stands before it.
+
+    Args:
+        about: all else on which the KV depends.
+    """
+    keys, before = list[list[str]](), _digest(map(_encoded, ("prompt", _versions(), *about)))
+    for piece in pieces:
+        before = _digest((before.encode(), piece))
+        keys.append([_digest((before.encode(), bytes([number]))) for number in range(count)])
+    return keys
+
+
+def _versions() -> str:
+    return f"{FORMAT_VERSION}{'' if FRAME_VERSION == _FIRST_FRAME_VERSION else f'.{FRAME_VERSION}'}"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _digest(fields: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    frames = "" if FRAME_VERSION == _FIRST_FRAME_VERSION else f".{FRAME_VERSION}"
-    fields = (
-        f"{FORMAT_VERSION}{frames}".encode(),
-        model_fingerprint.encode(),
-        ",".join(map(str, prefix_ids)).encode(),
-        ",".join(map(str, chunk_ids)).encode(),
-        rope_pin.encode(),
-        namespace.encode("utf-8", "surrogatepass"),
-    )
     for content in fields:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)

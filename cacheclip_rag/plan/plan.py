@@ -18,6 +18,7 @@ from ..runtime.base import KVRun, KVSource
 
 if TYPE_CHECKING:
     from ..chunks.caches import ChunkCaches
+    from ..chunks.stored_prompts import StoredPrompts
     from ..runtime.base import KVMatch
     from ..runtime.prompt_cache import PromptCache
     from ..selection.auxiliary_pass import AuxiliaryPass
@@ -42,6 +43,8 @@ class KVSources:
     """None if the method needs no auxiliary model."""
     prompt_cache: PromptCache
     """KV of earlier prompts: exact of first tokens, and approximate, continued and moved."""
+    stored_prompts: StoredPrompts | None = None
+    """Exact KV of earlier prompts in the store; None: it is not stored."""
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """The chunk spans whose KV is stored for every model that the method needs."""
@@ -62,6 +65,8 @@ class KVSources:
         beginning in the prefix cache; with ``continued``, also the continued KV, which is approximate, where that goes
         on further; with ``moves``, also KV of other places."""
         ids = layout.token_ids[:-1] if self.shares_prefixes(method, layout) else ()
+        if self.stored_prompts is not None:
+            self.stored_prompts.restore(ids)
         if not continued:
             return self.prompt_cache.match(ids)
         stop = max(layout.num_tokens - LEAST_END, 0) if moves and takes_moved(method) else 0

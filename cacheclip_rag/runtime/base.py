@@ -88,6 +88,19 @@ class KeptKV(Protocol):
         """Take the KV of a run. Moved keys are turned to their new positions."""
 
 
+class PromptTensors(Protocol):
+    """KV of a prompt's neighbouring tokens as tensors for the store, ``(num_layers, 2, num_kv_heads, num_tokens,
+    head_dim)``, one a group of layers with equal shapes."""
+
+    def shapes(self, num_tokens: int) -> Sequence[tuple[int, ...]]: ...
+
+    def join(self, blocks: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """The KV of neighbouring blocks (:meth:`KeptKV.blocks`)."""
+
+    def state(self, start: int, pieces: Sequence[Sequence[torch.Tensor]]) -> KeptKV:
+        """A state that has the KV of neighbouring pieces from token ``start`` on, and none before it."""
+
+
 class KVMatch:
     """What caches have of a prompt. It can be read until the ``with`` block ends, even if a cache drops it."""
 
@@ -201,6 +214,8 @@ class Runtime(ABC):
     """Whether attention weights can be read. An auxiliary model needs this."""
     keeps_prefixes: bool = True
     """Whether the engine's prefix cache can hold this runtime's KV."""
+    prompt_tensors: PromptTensors | None = None
+    """Turns the KV of prompts into tensors, and back; None: it cannot be stored."""
     can_move: bool = False
     """Whether KV that earlier prompts left can be moved to other positions."""
     can_extend: bool = False

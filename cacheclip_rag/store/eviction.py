@@ -14,6 +14,9 @@ EVERYONE = ""
 LEARNED = "learned"
 """Source of texts that were stored because they recurred in prompts. Their entries are evicted first."""
 
+PROMPTS = bytes(16)
+"""In place of the digest of a text, in entries with KV of prompts. They are evicted before all others."""
+
 BATCH = 256
 """Entries removed in one transaction when many go, so that other processes do not wait for all of them."""
 
@@ -39,8 +42,12 @@ def make_room(
             "other.namespace = sources.namespace AND other.digest = sources.digest AND other.source != sources.source) "
             "ORDER BY last_use, key"
         )
+        prompts = (
+            "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? AND digest = ? ORDER BY last_use, key"
+        )
         others = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        for victim, size in chain(run(learned, (tenant, LEARNED)), run(others, (tenant,))):
+        ordered = (run(prompts, (tenant, PROMPTS)), run(learned, (tenant, LEARNED)), run(others, (tenant,)))
+        for victim, size in chain(*ordered):
             if room >= excess or (most is not None and len(victims) >= most):
                 break
             if victim != keep and victim not in victims:

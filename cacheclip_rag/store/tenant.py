@@ -33,6 +33,7 @@ from .codecs import (
     new_memory,
 )
 from .entries import Entry
+from .eviction import PROMPTS
 from .tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -238,13 +239,14 @@ class TenantStore(Closing):
         self.promote(key, data, tier)
         return StoredKV(frame)
 
-    def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
+    def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None, of_prompt: bool = False) -> bool:
         """Store KV atomically. May evict other entries to stay within the limits.
 
         Args:
             kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
             codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
             text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
+            of_prompt: KV of prompts is evicted first, and goes with everything that is deleted: it may have read it.
 
         Returns:
             False if the KV is larger than the limit, and was not stored.
@@ -253,7 +255,7 @@ class TenantStore(Closing):
             ConfigurationError: an unknown codec, or numbers that the codec cannot store.
             StoreError: the KV could not be written; nothing stored before was changed.
         """
-        digest = text_digest(text) if text is not None else None
+        digest = text_digest(text) if text is not None else PROMPTS if of_prompt else None
         row = text_row(text) if text is not None else None
         data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
         self.flush()  # evict by all uses
@@ -276,7 +278,8 @@ class TenantStore(Closing):
         if not own:
             return 0
         try:
-            return self.catalog.remove(self.namespace, own, self.chunk_store.tiers.delete)
+            self._remove(self.catalog.keys_of(self.namespace, PROMPTS))
+            return self._remove(own)
         except OSError as error:
             raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
 
@@ -382,6 +385,9 @@ class TenantStore(Closing):
             return frame if frame is not None and frame.namespace == self.namespace else None
         return None
 
+    def _remove(self, keys: Sequence[str]) -> int:
+        return self.catalog.remove(self.namespace, keys, self.chunk_store.tiers.delete)
+
     def _correct(self, key: str) -> None:
         """Make the entry say what the medium holds."""
         try:
@@ -391,7 +397,7 @@ class TenantStore(Closing):
 
     def _remove_damaged(self, key: str) -> None:
         try:
-            self.catalog.remove(self.namespace, [key], self.chunk_store.tiers.delete)
+            self._remove([key])
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.chunk_store.warn_once(
                 "removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error

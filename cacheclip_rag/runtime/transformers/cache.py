@@ -174,18 +174,22 @@ class FusedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer._resize(max(layer.length, length))
 
+    def groups(self) -> list[tuple[int, ...]]:
+        """Numbers of the layers with equal shapes, dtypes and devices."""
+        groups: dict[object, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
+        return [tuple(group) for group in groups.values()]
+
     @torch.inference_mode()
     def blocks(self, start: int, stop: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
         """Copies of the KV of tokens ``start`` to ``stop - 1`` in blocks of ``size`` tokens; the last may be shorter.
         Of each block one tensor per group of layers with equal shapes, keys and values alternating, ``(2 * num_layers,
         num_kv_heads, size, head_dim)``: faster than two per layer, because the number of copies takes the time."""
-        groups: dict[object, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
         pieces = {}
-        for group in groups.values():
+        for group in self.groups():
             sources = [kv for index in group for kv in (self.layers[index].keys, self.layers[index].values)]
-            pieces[tuple(group)] = [kv[0, :, start:stop].split(size, dim=1) for kv in sources]
+            pieces[group] = [kv[0, :, start:stop].split(size, dim=1) for kv in sources]
         for number in range(-(-(stop - start) // size)):
             yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}
 

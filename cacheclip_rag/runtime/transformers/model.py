@@ -26,6 +26,7 @@ from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, PassEnded, Probe, RowFilter, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, Geometry, StepLayer, cache_argument
+from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
 from .text import TextModel, check_process
 
@@ -93,6 +94,7 @@ class ModelRuntime(TextModel):
         """Held during a pass."""
         self.rotary = ModelRotary(model, name, self.layer_devices, self.pass_lock)
         """Its rotary tables."""
+        self.prompt_tensors = LayerTensors(self.new_cache)
 
     def check(self) -> None:
         super().check()
