@@ -163,8 +163,10 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         raise MissingExtraError("cacheclip-vllm", "vllm") from error
 
     table = settings.table(ServeTable)
-    stated = {each.name for each in fields(table) if getattr(table, each.name) != each.default}
-    check_settings({*settings.engine, *stated})
+    stated = {
+        each.name: getattr(table, each.name) for each in fields(table) if getattr(table, each.name) != each.default
+    }
+    check_settings({**settings.engine, **stated})
     launch_server(
         settings.store_config(),
         flags,

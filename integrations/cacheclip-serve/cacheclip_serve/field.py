@@ -46,7 +46,7 @@ class CacheClipField(BaseModel):
     min_confidence: Annotated[float | None, _checked(partial(check_probability, "min_confidence"))] = None
     """Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."""
     finish: Annotated[str | None, _checked(partial(check_choice, "finish", allowed=FINISH_MODES))] = None
-    """``none``, ``verify`` or ``revise``."""
+    """``none``, ``idle``, ``verify`` or ``revise``; before vLLM ``none`` or ``idle``."""
     moved: Annotated[str | None, _checked(partial(check_choice, "moved", allowed=MOVED_MODES))] = None
     """``off``: no KV of earlier prompts that stood at another position, or behind other text."""
     question: str | None = None

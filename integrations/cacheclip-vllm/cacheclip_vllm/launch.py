@@ -133,7 +133,7 @@ def launch_server(
 
 def _start(settings: ServerSettings, flags: Sequence[str], host: str, port: int, as_json: bool) -> NoReturn:
     """Become vLLM's server. From here on models may be fetched."""
-    planner = Planner(settings.config)
+    planner = Planner(settings.planner_config)
     settings = replace(settings, served=_served(settings.config, flags))
     planner.serve(settings.served)
     if as_json:

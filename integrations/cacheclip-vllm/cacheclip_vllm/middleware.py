@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ from cacheclip_rag import FusionStats
 from cacheclip_rag.guards import record_spans
 
 from .exchange import Replay, ReplySender, appending, as_text, changing, with_length
+from .idle import IdlePrefills
 from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
@@ -101,6 +102,7 @@ class CacheClip:
         self._access = self._settings.access
         self.planning = Planning(self._settings)
         self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
+        self._idle = IdlePrefills(app, self.planning)
         self._counters = Counters()
         self._bodies = Bodies(self._settings.body_bytes)
         self._embeddings = EmbeddingService(self._settings.embedding)
@@ -124,6 +126,7 @@ class CacheClip:
             message = await receive()
             if message["type"] == "lifespan.shutdown":
                 self._checks.close()
+                self._idle.close()
             return message
 
         async def answered(message: Message) -> None:
@@ -191,7 +194,8 @@ class CacheClip:
             await send(message)
 
         try:
-            await self._guarded(path, scope, receive, counted)
+            with self._idle.asking() if scope["method"] == "POST" else nullcontext():
+                await self._guarded(path, scope, receive, counted)
         except ClientDisconnect:
             self._counters.disconnects += 1
             self._counters.count(label, 499)
@@ -293,15 +297,16 @@ class CacheClip:
         if self._access.tenants:
             keep_apart(body, tenant, self._settings.seal)
         async with AsyncExitStack() as held:
+            behind = in_background(field.background, body.get("messages"))
+            completes = self._settings.completes(field.finish) and not behind
             if self._places is not None:
                 came = time.perf_counter()
-                behind = in_background(field.background, body.get("messages"))
                 place = self._places.place(tenant, _sequences(body), in_background=behind)
                 await _unless_left(held.enter_async_context(place), leaving)
                 way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
-            kept = _MOST_KEPT if self._checks.rate else 0
+            kept = _MOST_KEPT if self._checks.rate or completes else 0
             reply = ReplySender(result, send, shows_usage=_count_usage(body), kept=kept)
             replay = Replay(as_json(body), leaving, receive)
             self._running += 1
@@ -317,6 +322,8 @@ class CacheClip:
                 self.planning.check(way, tenant)
             if reply.is_done:
                 self._checks.offer(scope, body, result, reply.body)
+                if completes and result.outcome in ("fused", "cached"):
+                    self._idle.offer(scope, body, way, tenant, reply.body)
 
     def _as_asked_of_vllm(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """The body with the model's own name, and without tools that the server cannot call and need not."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from cacheclip_rag import ConfigurationError
 
 _NO_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
     "min_confidence": "vLLM gives no logits before the answer begins. Leave it out",
-    "finish": "answers of vLLM are not verified. Leave it out",
+    "finish": "answers of vLLM are not verified. Leave it out, or let idle complete their exact KV afterwards",
     "moved": "vLLM moves no KV. Leave it out",
     "temperature": "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'",
     "max_tokens": "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'",
@@ -68,10 +69,10 @@ _WHOLE = ("quantization",)
 """Flags of vLLM that are also the beginnings of others."""
 
 
-def check_settings(settings: Collection[str]) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ConfigurationError if one of the settings that a user gave, by name, has no effect with vLLM."""
     for name, instead in _NO_EFFECT.items():
-        if name in settings:
+        if name in settings and settings[name] != "idle":
             raise ConfigurationError(f"{name} has no effect with --backend vllm: {instead}.")
 
 

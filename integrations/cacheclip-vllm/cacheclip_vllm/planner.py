@@ -47,6 +47,10 @@ class Planner(PlanningEngine):
             )
         self.served = served
 
+    def erasures(self) -> object:
+        """What changes when texts of the tenant are erased, by whatever process."""
+        return self.parts.store.catalog.erasures(self.config.namespace)
+
     def _load_served(self, name: str, *, dtype: str) -> PlanningRuntime:
         self._is_loaded = True
         return load_planning(name, dtype=dtype, quantization=self.served.quantization, backend=self.served.label)

@@ -53,6 +53,8 @@ class Route:
     queued_s: float = 0.0
     """Seconds in which it waited for other prompts."""
     planning_s: float = 0.0
+    erasures: object = None
+    """:meth:`~cacheclip_vllm.planner.Planner.erasures` before it was planned."""
 
 
 class Planning:
@@ -80,7 +82,7 @@ class Planning:
         """The planner of a tenant, made at first use."""
         with self._lock:
             if tenant not in self._planners:
-                config = replace(self._settings.config, namespace=tenant)
+                config = replace(self._settings.planner_config, namespace=tenant)
                 self._planners[tenant] = Planner(config, store=self._store, served=self._settings.served)
             return self._planners[tenant]
 
@@ -154,9 +156,11 @@ class Planning:
             wait([self._checking])
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
+        erasures: object = None
         try:
             planner = self.planner(tenant)
             with planner.asking(caller):
+                erasures = planner.erasures() if self._settings.completes(field.finish) else None
                 planned = self._planned(planner, asked, field, _method(planner, field))
                 planned = _without_paths(planned, self._names)
             reason = planned.reason
@@ -177,7 +181,7 @@ class Planning:
         except Exception as error:  # vLLM answers what we cannot plan
             reason = "planning failed"
             self._warn_once(_NOT_PLANNED, error, traced=True)
-        return Route(planned, reason, began - came, time.perf_counter() - began)
+        return Route(planned, reason, began - came, time.perf_counter() - began, erasures)
 
     def _planned(
         self, planner: Planner, asked: PlannablePrompt, field: CacheClipField, method: Method

@@ -241,6 +241,8 @@ class ReplyText:
     text: str
     has_ended: bool
     """Whether it ended by itself, and not at a number of tokens."""
+    content: str = ""
+    """The text without reasoning."""
 
     @classmethod
     def of(cls, body: bytes | bytearray) -> ReplyText:
@@ -248,13 +250,14 @@ class ReplyText:
         left out. Raises ValueError: it is neither."""
         whole = body.split(b"\n\n")[:-1]
         events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
-        text, has_ended = "", False
+        text, content, has_ended = "", "", False
         for chunk in [body] if body.startswith(b"{") else events:
             for choice in json.loads(chunk).get("choices", ()):
                 part = choice.get("message") or choice.get("delta") or choice
-                text += "".join(part.get(name) or "" for name in ("reasoning", "content", "text"))
+                said = "".join(part.get(name) or "" for name in ("content", "text"))
+                text, content = text + (part.get("reasoning") or "") + said, content + said
                 has_ended |= choice.get("finish_reason") == "stop"
-        return cls(text, has_ended)
+        return cls(text, has_ended, content)
 
 
 def _last_chunk(event: bytes) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
     effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
-        if getattr(found, name) not in (None, "none", "off"):
+        if getattr(found, name) not in (None, "none", "off", "idle"):
             raise unsupported(f"cacheclip.{name}", f"cacheclip.{name} has no effect here: {why}. Leave it out.")
     if isinstance(found.ratio, str):
         raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")

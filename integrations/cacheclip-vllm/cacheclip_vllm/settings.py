@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class ServerSettings:
     """What the middleware needs to know."""
 
     config: EngineConfig
-    """Settings of the planners; its namespace is that of the server's own tenant, its method a name."""
+    """Settings; its namespace is that of the server's own tenant, its method a name."""
     name: str
     """Served name of the model."""
     address: str = ""
@@ -54,6 +54,15 @@ class ServerSettings:
     """Embedding model of ``/v1/embeddings``; None: there is none."""
     is_untried: bool = False
     """Whether this vLLM was never tried, so that a tiny answer is compared at start."""
+
+    @property
+    def planner_config(self) -> EngineConfig:
+        """Settings of the planners: what the server itself does after an answer (``finish="idle"``) is none of them."""
+        return replace(self.config, finish="none") if self.config.finish == "idle" else self.config
+
+    def completes(self, finish: str | None) -> bool:
+        """Whether the exact KV of a conversation is computed after its answer. ``finish``: what its request says."""
+        return (finish or self.config.finish) == "idle"
 
     @property
     def access(self) -> Access:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from starlette.applications import Starlette
@@ -41,6 +43,8 @@ class Inner:
         """They wait for it."""
         self.plain_gate.set()
         self.plain_error: Response | None = None
+        self.held: list[list[int]] = []
+        """Token ids of completions without a plan, whose KV is in the prefix cache in blocks of 16."""
         paths = [("/v1/chat/completions", self._chat), ("/v1/completions", self._completion)]
         others = ["/v1/responses", "/tokenize", "/health", "/metrics", "/v1/models"]
         self.app = Starlette(
@@ -86,6 +90,11 @@ class Inner:
             return self.plain_error
         prompt = len(plan["token_ids"]) if plan else 40
         ready = FusionPlan.from_dict(plan).num_ready if plan else 0
+        if not plan and isinstance(body.get("prompt"), list):
+            prompt = len(body["prompt"])
+            known = [sum(1 for _ in takewhile(bool, map(eq, ids, body["prompt"][:-1]))) for ids in self.held]
+            ready = max(known, default=0) // 16 * 16
+            self.held.append(body["prompt"])
         cached = ready if self.cached is None else self.cached
         usage = {
             "prompt_tokens": prompt,

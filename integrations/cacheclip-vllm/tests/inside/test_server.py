@@ -271,6 +271,20 @@ class TestEqualAnswers:
         expected = setting.engine.generate(PROMPTS[0], max_tokens=4, temperature=0)
         assert last.answer.text and expected.text.startswith(last.answer.text)  # vLLM holds back half a character
 
+    def test_the_next_turn_after_a_pause_is_plain(self, served: Served, setting: Setting) -> None:
+        """It goes on from exact KV of the prompt and of its answer, which the server let vLLM compute meanwhile."""
+        asked, done = "vllm:request_success_total", 0.0
+        first = served.chat(PROMPTS[0], field={"finish": "idle"}, max_tokens=64)
+        assert first.cacheclip["outcome"] == "fused"
+        while done != (done := _metric(served, asked)):
+            time.sleep(0.5)
+        said = {"role": "assistant", "content": first.choices[0].message.content}
+        turns = [{"role": "user", "content": PROMPTS[0]}, said, {"role": "user", "content": "And who?"}]
+        found = served.chat(turns)
+        assert found.cacheclip["outcome"] == "exact"
+        assert tuple(found.choices[0].token_ids) == setting.expected([turns], "full")[0]
+        assert found.cacheclip["cached_prefix_tokens"] > first.usage.prompt_tokens
+
     def test_a_chat_model_of_langchain(self, served: Served, setting: Setting) -> None:
         from langchain_cacheclip import ChatCacheClip
 

@@ -1,0 +1,162 @@
+"""What is done while vLLM computes nothing else: conversations with a fused answer are prefilled plainly
+(``finish="idle"``).
+
+vLLM's own prefix cache then holds their exact KV, from which the next turn goes on. A conversation goes to vLLM's own
+application in slices that are short enough for a request to wait for one; each finds those before it in that cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from starlette.types import ASGIApp, Scope
+
+from cacheclip_rag.planning import Waiter
+
+from .once import WarnOnce
+from .planners import Planning, Route
+from .replies import ReplyText
+from .shadow_checks import ask_itself
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 0.15
+"""Seconds that a slice should take: the longest that a request waits for it."""
+_MOST_ROWS = 1024
+"""Most tokens that a slice computes."""
+_MOST_CONVERSATIONS = 4
+"""Most that wait; above it, the oldest is left as it is. A busy server could never catch up."""
+_BLOCK_TOKENS = 16
+"""Of a block of vLLM's cache, if it does not say."""
+
+
+@dataclass(eq=False, slots=True)
+class _Conversation:
+    """A prompt and its answer, whose exact KV is to be computed."""
+
+    scope: Scope
+    """Of a request for a completion."""
+    fields: Mapping[str, Any]
+    """Of its body, beside the prompt."""
+    ids: list[int]
+    answer: str
+    """Text whose token ids are not in ``ids`` yet."""
+    tenant: str
+    erasures: object
+    """What :meth:`~cacheclip_vllm.planner.Planner.erasures` was before the prompt was planned."""
+    done: int = 0
+    """First tokens whose exact KV vLLM holds."""
+
+    def takes_place_of(self, other: _Conversation) -> bool:
+        """Whether it is the next turn: half of the other's tokens or more are equal."""
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, other.ids, strict=False)))
+        return self.fields == other.fields and 2 * same >= len(other.ids)
+
+
+class IdlePrefills:
+    """Prefills conversations, the latest first. What goes wrong is logged, and never raised. Used by one event loop."""
+
+    def __init__(self, app: ASGIApp, planning: Planning) -> None:
+        """``app`` is vLLM's. ``planning`` has the tokenizer, and knows what was erased."""
+        self._app, self._planning = app, planning
+        self._conversations: list[_Conversation] = []
+        """The latest last."""
+        self._running = 0
+        """Requests of clients that are under way."""
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._worker: asyncio.Task[None] | None = None
+        """Runs while conversations wait."""
+        self._rows = 0
+        """Tokens that the next slice computes; 0: as few as vLLM's cache takes."""
+        self._warn_once = WarnOnce(logger)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Within the block, a client's request is under way."""
+        self._running += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._is_idle.set()
+
+    def offer(self, scope: Scope, body: Mapping[str, Any], way: Route, tenant: str, sent: bytes | bytearray) -> None:
+        """Prefill a prompt with a fused answer later. Takes the place of the turn before. Returns at once.
+
+        Args:
+            scope: of the client's request; ``body``: as it went to vLLM.
+            sent: vLLM's response, or the beginning of its stream.
+        """
+        assert way.planned is not None, "a fused answer had a plan"
+        fields = {name: body[name] for name in ("model", "cache_salt") if name in body}
+        asked = {**scope, "path": scope.get("root_path", "") + "/v1/completions"}
+        try:
+            answer = ReplyText.of(sent).content
+        except ValueError:
+            answer = ""
+        new = _Conversation(asked, fields, [*way.planned.token_ids], answer, tenant, way.erasures)
+        others = [each for each in self._conversations if not new.takes_place_of(each)]
+        self._conversations = [*others, new][-_MOST_CONVERSATIONS:]
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+
+    def close(self) -> None:
+        """Leave all conversations as they are."""
+        if self._worker is not None:
+            self._worker.cancel()
+
+    async def _work(self) -> None:
+        while self._conversations:
+            latest = self._conversations[-1]
+            try:
+                is_over = await self._extend(latest)
+            except Exception as error:
+                is_over = True
+                self._warn_once("the exact KV of a conversation was not computed: %s", error)
+            if is_over:
+                self._conversations = [each for each in self._conversations if each is not latest]
+
+    async def _extend(self, each: _Conversation) -> bool:
+        """Prefill the next slice. Returns whether it was the last one."""
+        if each.answer:
+            answer, each.answer = each.answer, ""
+            each.ids += (await self._planning.token_ids(answer))[0]
+        size = _block_tokens(each.scope)
+        stop = min(each.done + max(self._rows - self._rows % size, size), len(each.ids) - len(each.ids) % size)
+        await self._is_idle.wait()
+        if stop == each.done or await asyncio.to_thread(self._erasures, each.tenant) != each.erasures:
+            return True
+        began = time.perf_counter()
+        cached = await self._prefill(each, each.ids[:stop])
+        rows = (stop - cached) * _SLICE_S / max(time.perf_counter() - began, 1e-6)
+        self._rows = min(int(rows), _MOST_ROWS)
+        has_room = cached >= each.done
+        each.done = stop
+        return not has_room
+
+    def _erasures(self, tenant: str) -> object:
+        planner = self._planning.planner(tenant)
+        with planner.asking(Waiter()):
+            return planner.erasures()
+
+    async def _prefill(self, each: _Conversation, ids: Sequence[int]) -> int:
+        """Returns of how many of the tokens vLLM held exact KV."""
+        body = {**each.fields, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        usage = json.loads(await ask_itself(self._app, each.scope, body))["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _block_tokens(scope: Scope) -> int:
+    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+    return int(getattr(getattr(config, "cache_config", None), "block_size", None) or _BLOCK_TOKENS)
