@@ -18,7 +18,7 @@ from .tables import CertifyTable
 if TYPE_CHECKING:
     from cacheclip_rag.guards import Guarantee
 
-    from ..evaluation.certificate import Certificate
+    from ..evaluation.certificate import Certificate, HistoryFigures
 
 
 @engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")
@@ -154,13 +154,12 @@ def _fidelity(certificate: Certificate) -> Rows:
 
 
 def _turns(certificate: Certificate) -> Rows:
-    titles = ("turn", "prompt tokens", "continued", "computed", "first KL mean", "answer KL mean", "max", "agree")
+    titles = _history_titles("turn", "continued")
     return (*titles, "needles", "of full", "verdict"), [
         (
             str(each.turn),
-            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.continued_tokens, each.computed_tokens)),
-            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
-            *(f"{share:.0%}" for share in (each.agreement, each.needle_accuracy, each.needle_accuracy_of_full)),
+            *_of_history(each, each.continued_tokens),
+            *(f"{share:.0%}" for share in (each.needle_accuracy, each.needle_accuracy_of_full)),
             each.verdict,
         )
         for each in certificate.turns
@@ -168,27 +167,19 @@ def _turns(certificate: Certificate) -> Rows:
 
 
 def _edits(certificate: Certificate) -> Rows:
-    titles = (
-        "edit",
-        "prompt tokens",
-        "moved",
-        "computed",
-        "first KL mean",
-        "answer KL mean",
-        "max",
-        "agree",
-        "verdict",
-    )
-    return titles, [
-        (
-            each.edit,
-            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.moved_tokens, each.computed_tokens)),
-            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
-            f"{each.agreement:.0%}",
-            each.verdict,
-        )
-        for each in certificate.edits
-    ]
+    rows = [(each.edit, *_of_history(each, each.moved_tokens), each.verdict) for each in certificate.edits]
+    return (*_history_titles("edit", "moved"), "verdict"), rows
+
+
+def _history_titles(first: str, taken: str) -> tuple[str, ...]:
+    return (first, "prompt tokens", taken, "computed", "first KL mean", "answer KL mean", "max", "agree")
+
+
+def _of_history(figures: HistoryFigures, taken: float) -> tuple[str, ...]:
+    """``taken``: tokens whose KV is an earlier prompt's."""
+    kl = (figures.first_token_kl["mean"], figures.answer_kl["mean"], figures.answer_kl["max"])
+    tokens = (figures.prompt_tokens, taken, figures.computed_tokens)
+    return (*(f"{each:,.0f}" for each in tokens), *(f"{each:.4f}" for each in kl), f"{figures.agreement:.0%}")
 
 
 def _gate(certificate: Certificate) -> Rows:

@@ -64,43 +64,43 @@ class RatioFigures:
         return cls(**{**value, "gate": tuple(GateFigures(**row) for row in value["gate"])})
 
 
-@dataclass(frozen=True, slots=True)
-class TurnFigures:
-    """Fidelity to full prefill at one turn of conversations, whose history grows by the method's own answers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryFigures:
+    """Fidelity to full prefill of prompts that take KV from earlier ones."""
 
-    turn: int
-    """From 1."""
     prompt_tokens: float
-    """These three: means over conversations, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
-    continued_tokens: float
+    """These two: means over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
     computed_tokens: float
     first_token_kl: Mapping[str, float]
     """These three: as in :class:`RatioFigures`."""
     answer_kl: Mapping[str, float]
     agreement: float
-    needle_accuracy: float
-    """Share of the numbers asked for at this turn that the answers contain."""
-    needle_accuracy_of_full: float
     verdict: str
     """One of :data:`VERDICTS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class EditFigures:
-    """Fidelity to full prefill of prompts that are earlier prompts with an edit."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFigures(HistoryFigures):
+    """One turn of conversations, whose history grows by the method's own answers."""
+
+    turn: int
+    """From 1."""
+    continued_tokens: float
+    """Mean over conversations."""
+    needle_accuracy: float
+    """Share of the numbers asked for at this turn that the answers contain."""
+    needle_accuracy_of_full: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditFigures(HistoryFigures):
+    """Prompts that are earlier prompts with an edit. Their verdicts do not change the certificate's: engines that
+    require one use no moved KV."""
 
     edit: str
     """One of :func:`~cacheclip_lab.evaluation.edits.edits`."""
-    prompt_tokens: float
-    """These three: means over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
     moved_tokens: float
-    computed_tokens: float
-    first_token_kl: Mapping[str, float]
-    """These three: as in :class:`RatioFigures`."""
-    answer_kl: Mapping[str, float]
-    agreement: float
-    verdict: str
-    """One of :data:`VERDICTS`. It does not change the certificate's: engines that require one use no moved KV."""
+    """Mean over prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats
 from cacheclip_rag.guards import THRESHOLDS
 from cacheclip_rag.measuring import Identity, identity_of
 from cacheclip_rag.methods import Method, preset
@@ -280,16 +280,20 @@ def _turn(number: int, found: Sequence[TurnOutcome], exactness: Mapping[str, Any
     stats = [each.stats for each in found]
     return TurnFigures(
         turn=number,
-        prompt_tokens=statistics.mean(each.prompt_tokens for each in stats),
         continued_tokens=statistics.mean(each.continued_tokens for each in stats),
-        computed_tokens=statistics.mean(each.fresh_tokens + each.recomputed_tokens for each in stats),
-        first_token_kl=figures.first_token_kl,
-        answer_kl=figures.answer_kl,
-        agreement=figures.agreement,
         needle_accuracy=figures.needle_accuracy,
         needle_accuracy_of_full=of_full,
-        verdict=figures.verdict,
+        **_of_history(stats, figures),
     )
+
+
+def _of_history(stats: Sequence[FusionStats], figures: RatioFigures) -> dict[str, Any]:
+    """The fields of :class:`~.certificate.HistoryFigures`."""
+    return {
+        "prompt_tokens": statistics.mean(each.prompt_tokens for each in stats),
+        "computed_tokens": statistics.mean(each.fresh_tokens + each.recomputed_tokens for each in stats),
+        **{name: getattr(figures, name) for name in ("first_token_kl", "answer_kl", "agreement", "verdict")},
+    }
 
 
 def _edits(prompts: Sequence[Sequence[EditOutcome]], exactness: Mapping[str, Any]) -> tuple[EditFigures, ...]:
@@ -304,13 +308,8 @@ def _edit(found: Sequence[EditOutcome], exactness: Mapping[str, Any]) -> EditFig
     figures, stats = figures_of(0.0, outcomes, 0.0, exactness), [each.stats for each in found]
     return EditFigures(
         edit=found[0].edit,
-        prompt_tokens=statistics.mean(each.prompt_tokens for each in stats),
         moved_tokens=statistics.mean(each.moved_tokens for each in stats),
-        computed_tokens=statistics.mean(each.fresh_tokens + each.recomputed_tokens for each in stats),
-        first_token_kl=figures.first_token_kl,
-        answer_kl=figures.answer_kl,
-        agreement=figures.agreement,
-        verdict=figures.verdict,
+        **_of_history(stats, figures),
     )
 
 

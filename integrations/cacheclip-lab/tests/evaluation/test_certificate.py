@@ -42,7 +42,18 @@ PROMISE = Guarantee(
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
-TURN = TurnFigures(1, 900.0, 0.0, 200.0, SPREAD, SPREAD, 0.9, 1.0, 1.0, "not faithful")
+TURN = TurnFigures(
+    turn=1,
+    prompt_tokens=900.0,
+    continued_tokens=0.0,
+    computed_tokens=200.0,
+    first_token_kl=SPREAD,
+    answer_kl=SPREAD,
+    agreement=0.9,
+    needle_accuracy=1.0,
+    needle_accuracy_of_full=1.0,
+    verdict="not faithful",
+)
 
 
 @pytest.fixture
