@@ -9,6 +9,7 @@ deleted (:meth:`~cacheclip_rag.store.TenantStore.delete`). Approximate KV is not
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -44,18 +45,21 @@ class StoredPrompts:
             )
         self._caches, self._prompt_cache, self._tensors = caches, prompt_cache, runtime.prompt_tensors
         self._codec = str(runtime.dtype).removeprefix("torch.")
+        num_bytes = sum(math.prod(shape) for shape in self._tensors.shapes(SIZE)) * runtime.dtype.itemsize
+        self._most = prompt_cache.stats.max_bytes // num_bytes
+        """Entries that fit the prompt cache."""
         self._waiting: deque[Sequence[int]] = deque(maxlen=_MOST_PROMPTS)
         self._lock = threading.Lock()
 
     def restore(self, ids: Sequence[int]) -> None:
-        """Read into the prompt cache what is stored of a prompt beyond what that has. Errors of the store are only
-        logged."""
-        first, count = self._prompt_cache.known(ids) // SIZE, len(ids) // SIZE
+        """Read into the prompt cache what is stored of a prompt beyond what that has, as much as it can hold. Errors of
+        the store are only logged."""
+        first, count = self._prompt_cache.known(ids) // SIZE, min(len(ids) // SIZE, self._most)
         if first >= count:
             return
         generation = self._prompt_cache.generation
         pieces, shapes = deque[Sequence[torch.Tensor]](), self._tensors.shapes(SIZE)
-        keys = self._keys(ids)[first:]
+        keys = self._keys(ids)[first:count]
         for of_one in reversed(keys[: self._num_stored(keys)]):  # a prompt's end is its least recently used part
             stored = [self._caches.store.get(key, shape=shape) for key, shape in zip(of_one, shapes, strict=True)]
             kv = [each.tensor() for each in stored if each is not None]

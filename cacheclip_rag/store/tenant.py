@@ -278,7 +278,8 @@ class TenantStore(Closing):
         if not own:
             return 0
         try:
-            self._remove(self.catalog.keys_of(self.namespace, PROMPTS))
+            if of_prompts := self.catalog.keys_of(self.namespace, PROMPTS):
+                self._remove(of_prompts)
             return self._remove(own)
         except OSError as error:
             raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error

@@ -138,6 +138,22 @@ class TestStore:
         small.prefixes.clear()
         assert asked(start(store_prompts=True), prompt) == SIZE * (len(before) - 1), "its end went first"
 
+    def test_no_more_is_read_than_the_prompt_cache_holds(
+        self, start: Make, prompt: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = start()
+        asked(engine, prompt)
+        entry = engine.store.catalog.entries_of("default", stored(engine)[:1]).popitem()[1].num_bytes
+        small, get, read = start(prefix_cache_bytes=2 * entry), type(engine.store).get, list[str]()
+
+        def seen(store: Any, key: str, *args: Any, **options: Any) -> Any:
+            read.append(key)
+            return get(store, key, *args, **options)
+
+        monkeypatch.setattr(type(engine.store), "get", seen)
+        assert asked(small, prompt) == 2 * SIZE
+        assert len({*read} & {*stored(engine)}) == 2 == len([key for key in read if key in stored(engine)])
+
     def test_a_damaged_entry_is_computed(self, start: Make, prompt: str) -> None:
         engine = start()
         asked(engine, prompt)
