@@ -93,7 +93,7 @@ class IdleCompletion:
             self._start()
 
     def _start(self) -> None:
-        if self._worker is None:
+        if self._worker is None or not self._worker.is_alive():  # as after a fork
             self._waiter = Waiter()
             self._worker = threading.Thread(target=self._work, name="cacheclip-idle", daemon=True)
             self._worker.start()

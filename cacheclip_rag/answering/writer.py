@@ -15,7 +15,7 @@ from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
 from ..chunks.write_behind import WriteBehind
 from ..prompt.messages import Documents
-from ..prompt.segments import Chunk, chunk_texts, normalise_chunk
+from ..prompt.segments import Chunk, check_source, chunk_texts, normalise_chunk
 from ..store import LEARNED
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ChunkWriter:
         skipped: Callable[[str, Sequence[str], CacheClipError], object] | None = None,
     ) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. Without texts, no model is loaded."""
+        check_source(document)
         origins = _origins(texts)
         chunks = iter(chunk_texts(texts))
         first = next(chunks, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ..prompt.segments import check_source
 from ..store import LEARNED, TenantStore
 
 
@@ -23,7 +24,7 @@ class ChunkTexts:
         """Add a text, so that prompts are searched for it, and its source if one is given."""
         self.index.add([text])
         if source is not None:
-            self.add_source(text, source, document)
+            self._catalog.sources.add(self._namespace, source, text, document)
 
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of texts for every model and chunk context. Returns how many texts had any KV."""
@@ -52,8 +53,15 @@ class ChunkTexts:
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, text: str, source: str, document: str = "") -> None:
-        """Record that a text comes from ``source``; other sources of the text stay."""
+        """Record that a text comes from ``source``; other sources of the text stay. Raises ConfigurationError: it is
+        that of learned texts."""
+        check_source(source, document)
         self._catalog.sources.add(self._namespace, source, text, document)
+
+    def learned(self) -> dict[str, int]:
+        """Bytes of the KV of each learned text that has no other source, least recently used first."""
+        self._store.flush()  # uses that wait to be recorded
+        return self._catalog.sources.learned(self._namespace)
 
     def texts(self, source: str | None = None) -> list[str]:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""

@@ -53,8 +53,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     if is_url(store):
         look_after(store, lambda kind: kind.stats(store), as_json)
         return
-    from ..store import LEARNED
-    from ..store.care import open_store
+    from ..store.care import count_learned, open_store
 
     folder = expanded(store)
     opened = open_store(folder)
@@ -62,7 +61,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
     quotas = {name: quota for name in tenants if (quota := opened.quota(name)) is not None}
-    learned = sum(len(opened.catalog.sources.texts(name, LEARNED)) for name in tenants)
+    learned = count_learned(opened)
     counts = {"documents": 0, "passages": 0, "learned": learned}  # what scripts read, whatever is installed
     for companion in COMPANIONS:
         counts |= companion.counts(folder)
@@ -204,7 +203,8 @@ def gc(
 def clear(
     store: ExistingStoreOption,
     source: Annotated[
-        str | None, typer.Argument(help="Only what has no other source, such as learned: what recurred in prompts.")
+        str | None,
+        typer.Argument(help="Only what has no other source, such as cacheclip:learned: what recurred in prompts."),
     ] = None,
     namespace: NamespaceOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,

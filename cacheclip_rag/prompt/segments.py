@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, ClassVar
 
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime
+from ..store import LEARNED
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt, in_turns, result_as_text, system_in_user
 from .reasoning import split_channels
@@ -71,12 +72,24 @@ def normalise_chunk(text: str) -> str:
     return text.strip()
 
 
+def check_source(*names: str) -> None:
+    """Raise ConfigurationError if one of these sources and documents is that of learned texts."""
+    if LEARNED in names:
+        raise ConfigurationError(
+            f"the source {LEARNED!r} is that of texts that recurred in prompts, which are evicted first: name the "
+            "source or document of these texts otherwise."
+        )
+
+
 def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
     """Each text, normalised. Raises ConfigurationError: ``texts`` is a single string, or holds something other than
-    strings."""
+    strings; one has the source of learned texts."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
         raise ConfigurationError(f"expected a list of texts, got {found}.")
+    if isinstance(texts, Mapping):
+        kept = (origins for origins in texts.values() if isinstance(origins, Collection))  # others are read once
+        check_source(*chain.from_iterable(chain.from_iterable(kept)))
     return map(normalise_chunk, texts)
 
 

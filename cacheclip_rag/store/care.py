@@ -302,6 +302,11 @@ def clear(folder: Path, namespace: str | None = None, source: str | None = None)
     return count
 
 
+def count_learned(store: ChunkStore) -> int:
+    """How many learned texts the tenants of a store have, with or without KV."""
+    return sum(len(store.catalog.sources.texts(name, LEARNED)) for name in _rows(store).namespaces_of_texts())
+
+
 def _clear_source(store: ChunkStore, namespace: str, source: str) -> int:
     tenant, sources = TenantStore(store, namespace), store.catalog.sources
     texts = sources.orphans(namespace, [source])

@@ -11,8 +11,15 @@ from ..base.keys import is_key
 EVERYONE = ""
 """Namespace of the row with the totals of all tenants. No tenant has an empty name."""
 
-LEARNED = "learned"
-"""Source of texts that were stored because they recurred in prompts. Their entries are evicted first."""
+LEARNED = "cacheclip:learned"
+"""Source of texts that were stored because they recurred in prompts. Their entries are evicted first. Callers cannot
+give it to texts of theirs."""
+LEARNED_ENTRIES = (
+    "sources JOIN entries USING (namespace, digest) WHERE namespace = ? AND source = ? AND NOT EXISTS (SELECT 1 FROM "
+    "sources AS other WHERE other.namespace = sources.namespace AND other.digest = sources.digest AND other.source != "
+    "sources.source)"
+)
+"""Entries of a tenant's texts that have this source and no other."""
 
 PROMPTS = bytes(16)
 """In place of the digest of a text, in entries with KV of prompts. They are evicted before all others."""
@@ -36,12 +43,7 @@ def make_room(
         nonlocal evicted
         victims: dict[str, int] = {}
         room = 0
-        learned = (
-            "SELECT key, CAST(bytes AS INTEGER) FROM sources JOIN entries USING (namespace, digest) "
-            "WHERE namespace = ? AND source = ? AND NOT EXISTS (SELECT 1 FROM sources AS other WHERE "
-            "other.namespace = sources.namespace AND other.digest = sources.digest AND other.source != sources.source) "
-            "ORDER BY last_use, key"
-        )
+        learned = f"SELECT key, CAST(bytes AS INTEGER) FROM {LEARNED_ENTRIES} ORDER BY last_use, key"
         prompts = (
             "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? AND digest = ? ORDER BY last_use, key"
         )

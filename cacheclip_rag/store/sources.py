@@ -8,6 +8,7 @@ from typing import Any
 from ..base.database import Database
 from ..base.keys import text_digest
 from .entries import next_row
+from .eviction import LEARNED, LEARNED_ENTRIES
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sources (
@@ -56,6 +57,14 @@ class Sources:
                 if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
                     texts[digest] = text
         return list(texts.values())
+
+    def learned(self, namespace: str) -> dict[str, int]:
+        rows = self._database.query(
+            f"SELECT {_SOURCE}, sum(CAST(bytes AS INTEGER)) FROM {LEARNED_ENTRIES} "
+            "GROUP BY digest ORDER BY max(last_use)",
+            (namespace, LEARNED),
+        )
+        return {text: num_bytes for *row, num_bytes in rows for _, text in _intact([row])}
 
     def remove(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]

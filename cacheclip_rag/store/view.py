@@ -24,6 +24,9 @@ class SourcesView(Protocol):
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except those in ``keep``."""
 
+    def learned(self, namespace: str) -> dict[str, int]:
+        """Bytes of the KV of each learned text that has no other source, least recently used first."""
+
     def remove(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         """Remove sources and documents; with ``texts``, only from these texts."""
 

@@ -256,11 +256,11 @@ class TestStoreCommands:
             engine.precompute(["So did this one."])
         before = cacheclip("store", "stats", "--store", stored, "--json").json
         assert before["learned"] == 1
-        cleared = cacheclip("store", "clear", "learned", "--store", stored, "--yes", "--json").json
+        cleared = cacheclip("store", "clear", LEARNED, "--store", stored, "--yes", "--json").json
         after = cacheclip("store", "stats", "--store", stored, "--json").json
         assert (cleared["removed"], after["learned"]) == (1, 0) and after["entries"] < before["entries"]
         wrong = cacheclip("store", "clear", "lerned", "--store", stored, "--yes")
-        assert wrong.code == 1 and "expected 'learned' or a source of stored texts, got 'lerned'" in wrong.err
+        assert wrong.code == 1 and "expected 'cacheclip:learned' or a source of stored texts, got 'lerned'" in wrong.err
 
     def test_verify_and_repair(self, cacheclip: Any, stored: Path) -> None:
         clean = cacheclip("store", "verify", "--store", stored, "--json")

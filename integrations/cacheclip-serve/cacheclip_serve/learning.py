@@ -24,7 +24,7 @@ import numpy as np
 from cacheclip_rag import CacheClipError
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.runtime import SIZE, KVSource, fingerprints
-from cacheclip_rag.store import LEARNED, text_digest
+from cacheclip_rag.store import LEARNED
 
 if TYPE_CHECKING:
     from cacheclip_rag import CacheClipEngine, Plan
@@ -47,7 +47,7 @@ _MOST_PROMPTS, _MOST_TEXTS = 16, 256
 """That wait until no answer is under way, the latest ones."""
 _INSIDE = 2
 """Tokens of recurring text that are given up for a border: such as the full stop before it, which recurs too."""
-_RETRIEVED = re.compile(r"<(/?)(source|document|passage|chunk|doc)(?=[\s>])[^<>]{0,1000}>")
+_RETRIEVED = re.compile(r"<(/?)(source|document|document_content|passage|chunk|doc)(?=[\s>])[^<>]{0,1000}>")
 """Tags around texts that an application retrieved."""
 _WRAPPER = r"(?:</?[A-Za-z][^<>\n]{0,300}>|```)"
 _STRONG = re.compile(rf"{_WRAPPER}|\n[ \t\r]*\n")
@@ -116,8 +116,6 @@ class LearnedTexts(Observer):
 
     def _forget(self) -> None:
         self.sights = Sights()
-        self._stored: dict[str, int] | None = None
-        """Bytes of each learned text, least recently used first; None until one is stored."""
         self._prompts: deque[tuple[Plan, int]] = deque(maxlen=_MOST_PROMPTS)
         """Plans, each with the number of leading tokens whose KV an earlier prompt left."""
         self._texts: deque[tuple[str, Method]] = deque(maxlen=_MOST_TEXTS)
@@ -135,11 +133,13 @@ class LearnedTexts(Observer):
     def on_plan(self, plan: Plan, kv_sources: KVSources) -> None:
         if self._engine.store.chunk_store.wants is not None:
             return  # what a shared store holds is decided by ingest
+        config = self._engine.config
+        if not plan.moves and config.moved != "off" and not config.require_certificate:
+            return  # the request wants nothing of earlier prompts, and leaves nothing to later ones
+        for key in plan.keys:
+            self._engine.store.record_use(key)  # chunks that are not read, because their KV is moved, are used too
         with self._lock:
             self._follow_erasures()
-            for span in plan.reused:
-                if self._stored and span.whole in self._stored:
-                    self._stored[span.whole] = self._stored.pop(span.whole)  # the latest
             self._prompts.append((plan, self._engine.prefixes.known(plan.layout.token_ids[:-1])))
         self._engine.when_idle(self._step)
 
@@ -198,32 +198,20 @@ class LearnedTexts(Observer):
         engine.store.check_writable()  # before anything is computed
         engine.precompute([text], method=method, source=LEARNED)
         engine.store.chunk_store.erasures.look()
-        num_bytes, stored = self._bytes_of(text), self._stored
-        if stored is None:
-            stored = {each: self._bytes_of(each) for each in engine.texts.texts(LEARNED)}
+        learned = engine.texts.learned()
         with self._lock:
-            if engine.prefixes.generation != generation or not num_bytes:  # released meanwhile, or there is no room
-                self._evict(text)
-                return
-            self._stored = stored
-            stored[text] = num_bytes
-            engine.metrics.record_learned()
-            while len(stored) > 1 and sum(stored.values()) > self._max_bytes:
-                oldest = next(iter(stored))
-                del stored[oldest]
-                self._evict(oldest)
-
-    def _evict(self, text: str) -> None:
-        """Unless it was ingested meanwhile."""
-        texts = self._engine.texts
-        if text in texts.orphans([LEARNED]):
-            texts.evict(text)
-        texts.forget_learned([text])
-
-    def _bytes_of(self, text: str) -> int:
-        catalog, tenant = self._engine.store.catalog, self._engine.store.namespace
-        keys = catalog.keys_of(tenant, text_digest(text))
-        return sum(entry.num_bytes for entry in catalog.entries_of(tenant, keys).values())
+            if text not in learned:  # there is no room, or it was ingested meanwhile
+                engine.texts.forget_learned([text])
+            elif engine.prefixes.generation != generation:  # released meanwhile
+                engine.texts.evict(text)
+            else:
+                engine.metrics.record_learned()
+                excess = sum(learned.values()) - self._max_bytes
+                for oldest in [each for each in learned if each != text]:
+                    if excess <= 0:
+                        break
+                    engine.texts.evict(oldest)
+                    excess -= learned[oldest]
 
 
 def _texts_of(span: Span, is_free: Array, seen: Array) -> Iterator[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 from cacheclip_serve import LearnedTexts, TransformersBackend, learning
 from cacheclip_testing import fake_models, fake_of
 
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams, StoreError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, SamplingParams, StoreError
 from cacheclip_rag.store import LEARNED, ChunkStore
 
 SHORT = SamplingParams(max_tokens=2)
@@ -90,6 +93,44 @@ def test_what_is_marked_as_retrieved_is_stored_at_first_sight(learner: Learner) 
     assert sorted(ask(engine, f"Use these.\n{sources(texts)}\nWhat is it?")) == sorted(texts)
     assert engine.generate(f"{sources(texts[::-1])}\nWho is it?", SHORT).stats.hits == 4
     assert ask(engine, f"<source>{words(9)}") == ask(engine), "a tag that does not end marks nothing"
+
+
+def test_documents_as_claude_is_given_them_are_stored_at_first_sight(learner: Learner) -> None:
+    texts = [words(seed) for seed in range(2)]
+    documents = "\n".join(
+        f'<document index="{n}">\n<source>a-{n}.txt</source>\n<document_content>\n{text}\n</document_content>'
+        "\n</document>"
+        for n, text in enumerate(texts)
+    )
+    assert sorted(ask(learner(), f"<documents>\n{documents}\n</documents>\nWhat is it?")) == sorted(texts)
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_a_request_that_takes_nothing_of_earlier_prompts_leaves_nothing(learner: Learner, setting: str) -> None:
+    """The engine's own setting is another matter: learning has one of its own."""
+    engine, prompt = learner(moved=setting), f"<source>{words(0)}</source>\nWhat?"
+    engine.generate(prompt, SHORT, moved="off")
+    assert engine.wait_for_observers(10) and engine.texts.texts(LEARNED) == [words(0)] * (setting == "off")
+    assert ask(engine, prompt) == [words(0)]
+
+
+def test_nobody_else_can_give_the_source_of_learned_texts(learner: Learner) -> None:
+    engine = learner()
+    named: list[Callable[[], object]] = [
+        lambda: engine.precompute({words(0): [(LEARNED, "")]}),
+        lambda: engine.precompute({words(0): [("a.txt", LEARNED)]}),
+        lambda: engine.precompute([words(0)], source="a.txt", document=LEARNED),
+        lambda: engine.texts.add_source(words(0), LEARNED),
+        lambda: engine.generate(words(0), SHORT, documents={words(0): [(LEARNED, "")]}),
+    ]
+    for give in named:
+        with pytest.raises(ConfigurationError, match="recurred in prompts.*name the source or document of these texts"):
+            give()
+    assert engine.store.stats().entries == 0 and not any(fake_of(engine).threads.values())
+    engine.precompute([words(0)], source="learned")
+    ask(engine, f"<source>{words(1)}</source>\nWhat?")
+    engine.release(sources=[LEARNED])
+    assert engine.is_stored(words(0)) and not engine.is_stored(words(1))
 
 
 def test_overlapping_splits_become_chunks_and_parts(learner: Learner) -> None:
@@ -213,6 +254,17 @@ def test_budget_takes_what_was_used_longest_ago(learner: Learner) -> None:
     assert small.is_stored(words(2)), "it was ingested meanwhile"
 
 
+def test_a_new_process_knows_what_was_used_longest_ago(learner: Learner, tmp_path: Path) -> None:
+    prompts = [f"<source>{words(n)}</source>\nWhat?" for n in range(4)]
+    first, models = learner(store=tmp_path), fake_models()
+    ask(first, *prompts[:3])
+    first.observers[-1].on_plan(first.plan(prompts[0]), None)  # type: ignore[arg-type]  # used, though it is not read
+    of_one = first.store.stats().bytes // 3
+    first.close()
+    learned = ask(learner(3 * of_one, store=tmp_path, **models), prompts[3])
+    assert sorted(learned) == sorted(words(n) for n in (0, 2, 3))
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_learned_texts_are_evicted_first(learner: Learner, tmp_path: Path, is_named: bool) -> None:
     """Unless another source has them, too."""
@@ -241,3 +293,28 @@ def test_a_server_learns_unless_it_must_not(learned_bytes: int) -> None:
     learned = ask(engine, f"<source>{words(0)}</source>\nWhat?")
     assert bool(learned) == bool(learned_bytes) == ("learned_texts_total 1" in backend.metrics())
     backend.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_learns_although_its_parent_was_learning() -> None:
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, words(0)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+FORKS = """
+import os, sys, threading
+from cacheclip_rag import CacheClipEngine
+from cacheclip_serve import LearnedTexts
+from cacheclip_testing import fake_models
+engine, began, may_end = CacheClipEngine(**fake_models()), threading.Event(), threading.Event()
+engine.observers.append(LearnedTexts(engine))
+engine.when_idle(lambda: began.set() or may_end.wait())
+assert began.wait(10)
+if not (child := os.fork()):
+    engine.unload()  # its weights are another process's
+    engine.generate(f"<source>{sys.argv[1]}</source> What?", max_tokens=2)
+    engine.wait_for_observers(10)
+    os._exit(engine.texts.texts("cacheclip:learned") != [sys.argv[1]])
+may_end.set()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
