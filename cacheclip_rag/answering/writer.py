@@ -15,8 +15,9 @@ from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
 from ..chunks.write_behind import WriteBehind
 from ..prompt.messages import Documents
-from ..prompt.segments import Chunk, check_source, chunk_texts, normalise_chunk
+from ..prompt.segments import Chunk, chunk_texts, normalise_chunk
 from ..store import LEARNED
+from ..store.sources import check_source
 
 if TYPE_CHECKING:
     from .parts import Parts

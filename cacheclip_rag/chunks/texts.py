@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..prompt.segments import check_source
 from ..store import LEARNED, TenantStore
+from ..store.sources import check_source
 
 
 class ChunkTexts:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime
-from ..store import LEARNED
+from ..store.sources import check_source
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt, in_turns, result_as_text, system_in_user
 from .reasoning import split_channels
@@ -70,15 +70,6 @@ def normalise_chunk(text: str) -> str:
     if not isinstance(text, str):
         raise ConfigurationError(f"a text must be a string, got {type(text).__name__}.")
     return text.strip()
-
-
-def check_source(*names: str) -> None:
-    """Raise ConfigurationError if one of these sources and documents is that of learned texts."""
-    if LEARNED in names:
-        raise ConfigurationError(
-            f"the source {LEARNED!r} is that of texts that recurred in prompts, which are evicted first: name the "
-            "source or document of these texts otherwise."
-        )
 
 
 def chunk_texts(texts: Iterable[str]) -> Iterator[str]:

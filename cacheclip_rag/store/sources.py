@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..base.database import Database
+from ..base.errors import ConfigurationError
 from ..base.keys import text_digest
 from .entries import next_row
 from .eviction import LEARNED, LEARNED_ENTRIES
@@ -19,6 +20,15 @@ CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
 _SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
+
+
+def check_source(*names: str) -> None:
+    """Raise ConfigurationError if one of these sources and documents is that of learned texts."""
+    if LEARNED in names:
+        raise ConfigurationError(
+            f"the source {LEARNED!r} is that of texts that recurred in prompts, which are evicted first: name the "
+            "source or document of these texts otherwise."
+        )
 
 
 class Sources:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPEN_WEBUI = re.compile(
-    r"\s*### Task:\s*(?:Generate a concise, \d|Generate \d+-\d+ broad tags|Suggest \d+-\d+ relevant follow-up)"
+    r"\s*### Task:\s*(?:Generate a concise(?:, \d| title summarizing the chat)|Generate \d+-\d+ broad tags"
+    r"|Suggest \d+-\d+ relevant follow-up|Predict \d+-\d+ useful messages)"
 )
-"""How its prompts for titles, tags and follow-up questions begin. A user waits for what it asks before it searches, and
-for its answers from documents, which begin with a task too."""
+"""How its prompts for titles, tags and follow-up questions begin, in 0.6 and 0.12. A user waits for what it asks before
+it searches, and for its answers from documents, which begin with a task too."""
 
 
 def in_background(stated: bool | None, prompt: Any) -> bool:

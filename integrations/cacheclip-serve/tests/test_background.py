@@ -18,6 +18,8 @@ from cacheclip_rag import EngineConfig
 TITLE = "### Task:\nGenerate a concise, 3-5 word title with an emoji summarizing the chat history.\n### Guidelines:"
 TAGS = "### Task:\nGenerate 1-3 broad tags categorizing the main themes of the chat history."
 FOLLOW_UPS = "### Task:\nSuggest 3-5 relevant follow-up questions or prompts that the user might naturally ask next."
+TITLE_OF_0_12 = "### Task:\nGenerate a concise title summarizing the chat history.\n### Guidelines:\n- The title"
+FOLLOW_UPS_OF_0_12 = "### Task:\nPredict 3-5 useful messages this user might naturally send next to advance their"
 QUERIES = "### Task:\nAnalyze the chat history to determine the necessity of generating search queries."
 FROM_DOCUMENTS = "### Task:\nRespond to the user query using the provided context."
 
@@ -90,6 +92,9 @@ KNOWN: dict[str, tuple[str, dict[str, Any], bool]] = {
     "title": (TITLE, {}, True),
     "tags": (TAGS, {}, True),
     "follow-ups": (FOLLOW_UPS, {}, True),
+    "title of 0.12": (TITLE_OF_0_12, {}, True),
+    "follow-ups of 0.12": (FOLLOW_UPS_OF_0_12, {}, True),
+    "a user's own title": ("### Task:\nGenerate a concise title for my essay.", {}, False),
     "what a user waits for": (QUERIES, {}, False),
     "an answer from documents": (FROM_DOCUMENTS, {}, False),
     "a question": ("What is it?", {}, False),
