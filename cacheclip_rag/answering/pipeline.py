@@ -148,7 +148,7 @@ class Answering:
                 documents=prompt.documents,
                 moves=options.moved != "off" and not self.parts.config.require_certificate,
             )
-            if not plan.reused and not (plan.moves and kv_sources.can_move(plan.method, plan.layout)):
+            if not plan.reused and not plan.moves:
                 return plan
             timed = bool(options.auto_ratio and plan.reused)
             with kv_sources.match(plan.method, plan.layout, continued=True, moves=plan.moves and not timed) as match:

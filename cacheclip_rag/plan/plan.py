@@ -60,12 +60,6 @@ class KVSources:
         is_same = runtime.keeps_prefixes and layout.num_tokens <= runtime.reuse_tokens
         return is_same and method.reuses_prefixes
 
-    def can_move(self, method: Method, layout: Layout) -> bool:
-        """Whether KV of earlier prompts can be moved to other places of the prompt."""
-        runtime, context = self.primary.runtime, self.primary.context
-        can_move = method.reuses_chunks and runtime.can_move and not context.isolated
-        return can_move and self.shares_prefixes(method, layout)
-
     def match(self, method: Method, layout: Layout, *, continued: bool = False, moves: bool = False) -> KVMatch:
         """What earlier prompts left of the prompt, without its last token, whose logits are needed: its longest
         beginning in the prefix cache; with ``continued``, also the continued KV, which is approximate, where that goes
@@ -75,8 +69,8 @@ class KVSources:
             self.stored_prompts.restore(ids)
         if not continued:
             return self.prompt_cache.match(ids)
-        can_move = moves and takes_moved(method) and self.can_move(method, layout)
-        stop = max(layout.num_tokens - LEAST_END, 0) if can_move else 0
+        can_move = self.primary.runtime.can_move and not self.primary.context.isolated and takes_moved(method)
+        stop = max(layout.num_tokens - LEAST_END, 0) if moves and can_move else 0
         return self.prompt_cache.match(ids, method, moves=range(layout.num_prefix, stop))
 
 
@@ -234,9 +228,10 @@ def make_plan(
     absent = count_absent(set(documents) - set(layout.altered), segments, (span.segment for span in layout.chunks))
     is_short = layout.num_tokens <= runtime.reuse_tokens
     reused = kv_sources.held(layout.chunks) if method.reuses_chunks and is_short else ()
-    plan = Plan(layout, method, known_kv(layout, reused), question=question, not_found=absent, moves=moves)
+    plan = Plan(layout, method, known_kv(layout, reused), question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
+    plan = replace(plan, moves=moves)
     if not is_short:
         obstacle = (
             f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
