@@ -14,8 +14,8 @@ had before; plain prefill is asked of the same server (method ``full``). It exit
 ``throughput``: answers a minute while requests arrive as a Poisson process, faster than they are answered, and a
 bounded number of them runs at once. Prompts take random chunks in random order, so that vLLM's own prefix cache helps
 where it can; plain prefill is asked of a vLLM without this package. ``turns``: seconds to the first text of each of
-five turns of a chat, by ``full``, whose later turns vLLM's prefix cache serves, by the method, and by ``epic``, whose
-KV later turns continue.
+five turns of a chat, by ``full``, whose later turns vLLM's prefix cache serves, by the method, by ``epic``, whose
+KV later turns continue, and by the method with ``finish="idle"`` and a pause before each later turn.
 
 ``steps``: seconds between the tokens of a running stream, while eight prompts arrive at once, each with chunks in an
 order of its own: by ``full``, and by the method.
@@ -60,7 +60,7 @@ from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.store import ChunkStore
 
 PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
-FULL = "full"
+FULL, IDLE = "full", "idle"
 TURNS = (QUESTION, "And why is that?", "Who was it?", "When did it happen?", "Say it in one sentence.")
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.cli import main; main()"
@@ -349,6 +349,16 @@ async def whole(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, An
     return dict(response.json())
 
 
+async def until_idle(client: httpx.AsyncClient) -> None:
+    """Wait until the server itself asks vLLM nothing any more."""
+    answered, before = 0.0, -1.0
+    while answered != before:
+        await asyncio.sleep(1)
+        lines = (await client.get("/metrics")).text.splitlines()
+        counts = [line.rpartition(" ")[2] for line in lines if line.startswith("vllm:request_success_total")]
+        before, answered = answered, sum(map(float, counts))
+
+
 def choices_of(answer: dict[str, Any]) -> str:
     """What must be equal: text, reason and log-probabilities."""
     return json.dumps(answer["choices"], sort_keys=True)
@@ -392,11 +402,15 @@ async def measure_turns(scene: Scene, ours: Server, twin: Server | None) -> dict
         for way in dict.fromkeys((FULL, args.method, "epic")):  # the first answer makes threads and buffers
             await streamed(client, scene.body(scene.new_order(), None if way == FULL else way, max_tokens=2))
         for _ in range(args.rounds):
-            for way in dict.fromkeys((FULL, args.method, "epic")):
-                body = scene.body(scene.new_order(), None if way == FULL else way, max_tokens=24)
+            for way in dict.fromkeys((FULL, args.method, "epic", IDLE)):
+                body = scene.body(scene.new_order(), {FULL: None, IDLE: args.method}.get(way, way), max_tokens=24)
+                if way == IDLE:
+                    body["cacheclip"]["finish"] = IDLE
                 chat = []
                 for question in TURNS:
                     if chat:
+                        if way == IDLE:
+                            await until_idle(client)
                         answer = {"role": "assistant", "content": chat[-1].text}
                         body["messages"] += [answer, {"role": "user", "content": question}]
                     chat.append(await streamed(client, body))

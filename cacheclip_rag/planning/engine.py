@@ -31,6 +31,7 @@ from ..guards.certificate import CertificateGuard, check_certificate
 from ..guards.misses import MissWarning
 from ..methods.base import Method
 from ..models.load import concrete, load_planning
+from ..plan.plan import is_plain_better
 from ..prompt.messages import Documents, Prompt
 from ..prompt.segments import PromptReader, Segment, given_texts
 from ..prompt.tools import check_tools
@@ -39,6 +40,8 @@ from ..store import TieredStore
 from .prompts import PlannedPrompt
 
 logger = logging.getLogger(__name__)
+
+_SO_MUCH = "so much of the prompt that plain prefill computes less"
 
 
 class PlanningEngine(Closing):
@@ -163,8 +166,13 @@ class PlanningEngine(Closing):
         question: str | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        known: Callable[[Sequence[int]], int] = lambda ids: 0,
     ) -> PlannedPrompt:
         """Plan a prompt. Arguments are those of :meth:`CacheClipEngine.generate`.
+
+        Args:
+            known: of how many first tokens the other process holds exact KV. If plain prefill computes less after
+                them, it is planned, and no chunk is scored.
 
         Raises:
             ConfigurationError: a setting is out of range. PromptTooLongError: the prompt does not fit the model.
@@ -180,7 +188,10 @@ class PlanningEngine(Closing):
             plan = observer.on_plan(plan, sources) or plan
         reason = plan.fallback if chosen.reuses_chunks else None
         if plan.reused:
+            ids, rows = plan.layout.token_ids, plan.known.computed_tokens(chosen.nominal_ratio)
             reason = plan.bypass or self.why_never(chosen)
+            if is_plain_better(len(ids) - known(ids), rows, rows):
+                reason = f"{self._answers}'s own prefix cache holds {_SO_MUCH}"
         if not plan.reused or reason is not None:
             return PlannedPrompt.plain(plan, reason, clock)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)

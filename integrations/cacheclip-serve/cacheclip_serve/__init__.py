@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .field import CacheClipField as CacheClipField
     from .hidden import names_of as names_of, renamed as renamed
     from .learning import LearnedTexts as LearnedTexts
+    from .messages_api import MessagesReply as MessagesReply
     from .queue import Queue as Queue, QueueFull as QueueFull
     from .reading import read_json as read_json
     from .replies import as_json as as_json, server_sent as server_sent
@@ -67,6 +68,7 @@ __getattr__, __all__ = late_names(
         "field": "CacheClipField",
         "hidden": "names_of renamed",
         "learning": "LearnedTexts",
+        "messages_api": "MessagesReply",
         "queue": "Queue QueueFull",
         "reading": "read_json",
         "replies": "as_json server_sent",

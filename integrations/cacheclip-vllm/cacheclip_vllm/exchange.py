@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from .replies import Result, StreamReply, WholeReply, with_code
+from .replies import EventsReply, Result, StreamReply, WholeReply, with_code
 
 
 class Replay:
@@ -37,10 +37,10 @@ class ReplySender:
     """Sends vLLM's response with our field, and the error of a long prompt with its code. Other errors and other
     content pass as they are."""
 
-    def __init__(self, result: Result, send: Send, *, shows_usage: bool, kept: int) -> None:
-        """``kept``: bytes of a stream that :attr:`body` keeps."""
+    def __init__(self, result: Result, send: Send, stream: StreamReply | EventsReply, *, kept: int) -> None:
+        """``stream``: what reads a stream; ``kept``: bytes of it that :attr:`body` keeps."""
         self._send, self._kept = send, kept
-        self._whole, self._stream = WholeReply(result), StreamReply(result, shows_usage)
+        self._whole, self._stream = WholeReply(result), stream
         self._start: Message | None = None
         self._kind = ""
         self.body = bytearray()

@@ -34,8 +34,10 @@ _MOST_ROWS = 1024
 """Most tokens that a slice computes."""
 _MOST_CONVERSATIONS = 4
 """Most that wait; above it, the oldest is left as it is. A busy server could never catch up."""
-_BLOCK_TOKENS = 16
-"""Of a block of vLLM's cache, if it does not say."""
+_MOST_KNOWN = 64
+"""Most conversations whose exact KV is known."""
+_BLOCK_TOKENS, _NUM_BLOCKS = 16, 0
+"""Of vLLM's cache, if it does not say."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,11 +56,16 @@ class _Conversation:
     """What :meth:`~cacheclip_vllm.planner.Planner.erasures` was before the prompt was planned."""
     done: int = 0
     """First tokens whose exact KV vLLM holds."""
+    until: int = 0
+    """Tokens of all answers after which vLLM may have evicted it."""
 
     def takes_place_of(self, other: _Conversation) -> bool:
         """Whether it is the next turn: half of the other's tokens or more are equal."""
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, other.ids, strict=False)))
-        return self.fields == other.fields and 2 * same >= len(other.ids)
+        return self.fields == other.fields and 2 * _num_equal(self.ids, other.ids) >= len(other.ids)
+
+    def covers(self, other: _Conversation) -> bool:
+        """Whether exact KV of both is that of this one."""
+        return self.fields == other.fields and min(_num_equal(self.ids, other.ids), self.done) >= other.done
 
 
 class IdlePrefills:
@@ -77,7 +84,29 @@ class IdlePrefills:
         """Runs while conversations wait."""
         self._rows = 0
         """Tokens that the next slice computes; 0: as few as vLLM's cache takes."""
+        self._known: list[_Conversation] = []
+        """Those whose exact KV vLLM may hold, the latest last."""
+        self._tokens = 0
+        """Of all prompts and answers so far."""
         self._warn_once = WarnOnce(logger)
+
+    def count(self, num_tokens: int) -> None:
+        """Note that vLLM has answered: so many tokens may have taken the place of others in its cache."""
+        self._tokens += num_tokens
+
+    def known(self, body: Mapping[str, Any], ids: Sequence[int]) -> int:
+        """Of how many first tokens of a prompt vLLM holds exact KV that was computed here. ``body``: as it goes to
+        vLLM. Safe to call from any thread."""
+        same = (
+            min(_num_equal(each.ids, ids), each.done)
+            for each in [*self._known]
+            if each.fields == _fields(body) and self._tokens < each.until
+        )
+        return max(same, default=0)
+
+    def forget(self, body: Mapping[str, Any] | None = None) -> None:
+        """vLLM's cache was emptied, or held less than was known of a prompt like ``body``."""
+        self._known = [each for each in self._known if body is not None and each.fields != _fields(body)]
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -99,13 +128,12 @@ class IdlePrefills:
             sent: vLLM's response, or the beginning of its stream.
         """
         assert way.planned is not None, "a fused answer had a plan"
-        fields = {name: body[name] for name in ("model", "cache_salt") if name in body}
         asked = {**scope, "path": scope.get("root_path", "") + "/v1/completions"}
         try:
             answer = ReplyText.of(sent).content
         except ValueError:
             answer = ""
-        new = _Conversation(asked, fields, [*way.planned.token_ids], answer, tenant, way.erasures)
+        new = _Conversation(asked, _fields(body), [*way.planned.token_ids], answer, tenant, way.erasures)
         others = [each for each in self._conversations if not new.takes_place_of(each)]
         self._conversations = [*others, new][-_MOST_CONVERSATIONS:]
         if self._worker is None or self._worker.done():
@@ -126,13 +154,15 @@ class IdlePrefills:
                 self._warn_once("the exact KV of a conversation was not computed: %s", error)
             if is_over:
                 self._conversations = [each for each in self._conversations if each is not latest]
+                others = [each for each in self._known if not latest.covers(each)]
+                self._known = [*others, latest][-_MOST_KNOWN:]
 
     async def _extend(self, each: _Conversation) -> bool:
         """Prefill the next slice. Returns whether it was the last one."""
         if each.answer:
             answer, each.answer = each.answer, ""
             each.ids += (await self._planning.token_ids(answer))[0]
-        size = _block_tokens(each.scope)
+        size, num_blocks = _cache_of(each.scope)
         stop = min(each.done + max(self._rows - self._rows % size, size), len(each.ids) - len(each.ids) % size)
         await self._is_idle.wait()
         if stop == each.done or await asyncio.to_thread(self._erasures, each.tenant) != each.erasures:
@@ -142,7 +172,8 @@ class IdlePrefills:
         rows = (stop - cached) * _SLICE_S / max(time.perf_counter() - began, 1e-6)
         self._rows = min(int(rows), _MOST_ROWS)
         has_room = cached >= each.done
-        each.done = stop
+        self.count(stop - each.done)
+        each.done, each.until = stop, self._tokens + size * num_blocks // 2
         return not has_room
 
     def _erasures(self, tenant: str) -> object:
@@ -157,6 +188,19 @@ class IdlePrefills:
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-def _block_tokens(scope: Scope) -> int:
+def _fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Those under which vLLM's cache finds a prompt's KV."""
+    return {name: body[name] for name in ("model", "cache_salt") if name in body}
+
+
+def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
+
+
+def _cache_of(scope: Scope) -> tuple[int, int]:
+    """Tokens of a block of vLLM's cache, and its number of blocks."""
     config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-    return int(getattr(getattr(config, "cache_config", None), "block_size", None) or _BLOCK_TOKENS)
+    cache = getattr(config, "cache_config", None)
+    sizes = ("block_size", _BLOCK_TOKENS), ("num_gpu_blocks", _NUM_BLOCKS)
+    size, number = (int(getattr(cache, name, None) or default) for name, default in sizes)
+    return size, number

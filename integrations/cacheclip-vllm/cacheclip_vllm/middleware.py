@@ -15,15 +15,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from cacheclip_serve import (
     EMBEDDINGS,
     KEEP_S,
     Bodies,
+    CacheClipField,
     Caller,
     Counters,
     EmbeddingService,
+    MessagesReply,
     Queue,
     RequestError,
     as_json,
@@ -34,6 +37,7 @@ from cacheclip_serve import (
     in_background,
     read_json,
     timed,
+    unsupported,
 )
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -46,9 +50,10 @@ from cacheclip_rag.guards import record_spans
 from .exchange import Replay, ReplySender, appending, as_text, changing, with_length
 from .idle import IdlePrefills
 from .internals import PROBE_TOKENS, check_probe, probe
-from .parameters import PARAMETER, request_parameters
+from .other_apis import MESSAGES, RESPONSES, add_system, as_counted, read_messages, read_response
+from .parameters import EXACT, PARAMETER, request_parameters
 from .planners import Planning, Route
-from .replies import Result
+from .replies import EventsReply, Result, StreamReply
 from .requests import (
     NotPlanned,
     PlannablePrompt,
@@ -70,14 +75,14 @@ _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _READERS: dict[str, Callable[[Mapping[str, Any], str], PlannablePrompt]] = {
     _CHAT: read_chat,
     _COMPLETION: read_completion,
+    MESSAGES: read_messages,
+    RESPONSES: read_response,
 }
 _OPEN = frozenset({"/health", "/ping"})
 """Paths for load balancers, which need no key."""
-_OF_TENANTS = frozenset({_CHAT, _COMPLETION, EMBEDDINGS, "/v1/models"})
+_OF_TENANTS = frozenset({*_READERS, EMBEDDINGS, "/v1/models"})
 """Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
-_NEVER_PLANNED = frozenset({"/v1/responses", "/v1/messages"})
-"""Paths whose prompts vLLM makes of other bodies than those that are read here."""
-_NAMED = (*_OF_TENANTS, *_NEVER_PLANNED, *_OPEN, "/metrics")
+_NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
 """Paths that are counted apart."""
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
@@ -202,7 +207,7 @@ class CacheClip:
         except RequestError as error:
             if began:
                 raise
-            await _refuse(error)(scope, receive, counted)
+            await _refuse(error, MessagesReply.refused if path == MESSAGES else error_body)(scope, receive, counted)
 
     async def _guarded(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "OPTIONS" and not path.startswith("/metrics"):
@@ -212,13 +217,14 @@ class CacheClip:
             check_host(request)
         if path in _OPEN:
             return await self._app(scope, receive, send)
-        caller = self._access.identify(request.headers.get("authorization"))
+        caller = self._access.identify(request.headers.get("authorization"), request.headers.get("x-api-key"))
         if path == "/metrics" or path.startswith("/metrics/"):
             caller.check_metrics()
             return await self._app(as_text(scope), receive, appending(send, self._metrics))
         if caller.may_choose and path not in _OF_TENANTS:
             raise RequestError(
-                "the key of a tenant may use chat completions, completions, embeddings and models only.",
+                "the key of a tenant may use chat completions, completions, responses, messages, embeddings and models "
+                "only.",
                 status=403,
                 kind="permission_error",
             )
@@ -230,19 +236,9 @@ class CacheClip:
             return await Response(vectors, media_type="application/json")(scope, receive, send)
         if path in _READERS and scope["method"] == "POST":
             return await self._asked(path, request, caller, scope, receive, send)
-        if path in _NEVER_PLANNED and scope["method"] == "POST":
-            send = self._counting(f"path {path}", send)
+        if path == "/reset_prefix_cache":
+            self._idle.forget()
         return await self._app(scope, receive, send)
-
-    def _counting(self, reason: str, send: Send) -> Send:
-        """Counts an answer that no plan can be made for."""
-
-        async def counted(message: Message) -> None:
-            if message.get("status") == 200:
-                self.planning.count("plain", reason)
-            await send(message)
-
-        return counted
 
     def _metrics(self) -> bytes:
         waiting = self.planning.waiting + (0 if self._places is None else self._places.waiting)
@@ -264,9 +260,12 @@ class CacheClip:
         self, path: str, request: Request, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
         body = await self._bodies.parsed(request, caller.tenants[0], read_json)
-        check_counts(body, self.planning.context_tokens())
+        is_other = path in (MESSAGES, RESPONSES)
+        check_counts(as_counted(path, body) if is_other else body, self.planning.context_tokens())
         check_carried(body)
-        body = self._as_asked_of_vllm(in_vllms_words(body, is_chat=path == _CHAT), path)
+        if caller.may_choose and body.get("previous_response_id") is not None:
+            raise unsupported("previous_response_id", "a tenant's key cannot name earlier answers. Give the items.")
+        body = self._as_asked_of_vllm(dict(body) if is_other else in_vllms_words(body, is_chat=path == _CHAT), path)
         leaving = asyncio.ensure_future(receive())
         try:
             await self._answered(path, body, caller, leaving, scope, receive, send)
@@ -286,16 +285,8 @@ class CacheClip:
         """``leaving``: what comes after the body, which is that the client has left."""
         field = take_field(body)
         tenant = caller.tenant(field.tenant)
-        if path == _CHAT:
-            add_system_prompt(body, self._settings.config.system_prompt)
-        try:
-            asked = _READERS[path](body, self._settings.name)
-            way = await _unless_left(self.planning.plan(asked, field, tenant), leaving)
-        except NotPlanned as error:
-            way = Route(reason=str(error))
-        self._give_plan(path, body, way)
-        if self._access.tenants:
-            keep_apart(body, tenant, self._settings.seal)
+        is_other = path in (MESSAGES, RESPONSES)
+        way = await self._planned(path, body, field, tenant, leaving)
         async with AsyncExitStack() as held:
             behind = in_background(field.background, body.get("messages"))
             completes = self._settings.completes(field.finish) and not behind
@@ -307,7 +298,8 @@ class CacheClip:
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
             kept = _MOST_KEPT if self._checks.rate or completes else 0
-            reply = ReplySender(result, send, shows_usage=_count_usage(body), kept=kept)
+            stream = EventsReply(result) if is_other else StreamReply(result, _count_usage(body))
+            reply = ReplySender(result, send, stream, kept=kept)
             replay = Replay(as_json(body), leaving, receive)
             self._running += 1
             try:
@@ -321,9 +313,33 @@ class CacheClip:
             if result.may_be_damaged:
                 self.planning.check(way, tenant)
             if reply.is_done:
-                self._checks.offer(scope, body, result, reply.body)
+                if not is_other:
+                    self._checks.offer(scope, body, result, reply.body)
+                if result.stats is not None:
+                    self._idle.count(result.stats.prompt_tokens + result.stats.generated_tokens)
+                if way.reason == EXACT and result.outcome == "plain":
+                    self._idle.forget(body)
                 if completes and result.outcome in ("fused", "cached"):
                     self._idle.offer(scope, body, way, tenant, reply.body)
+
+    async def _planned(
+        self, path: str, body: dict[str, Any], field: CacheClipField, tenant: str, leaving: asyncio.Future[Message]
+    ) -> Route:
+        """How the body goes to vLLM, which is changed to go so."""
+        if path == _CHAT:
+            add_system_prompt(body, self._settings.config.system_prompt)
+        elif path != _COMPLETION:
+            add_system(path, body, self._settings.config.system_prompt)
+        if self._access.tenants:
+            keep_apart(body, tenant, self._settings.seal)
+        try:
+            asked = _READERS[path](body, self._settings.name)
+            known = partial(self._idle.known, body)
+            way = await _unless_left(self.planning.plan(asked, field, tenant, known), leaving)
+        except NotPlanned as error:
+            way = Route(reason=str(error))
+        self._give_plan(path, body, way)
+        return way
 
     def _as_asked_of_vllm(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """The body with the model's own name, and without tools that the server cannot call and need not."""
@@ -341,10 +357,10 @@ class CacheClip:
             return
         ids = list(way.planned.token_ids)
         carried = request_parameters(way.planned.fusion, key=self._settings.seal)
-        if path == _CHAT:
-            carried["prompt_token_ids"] = ids
-        else:
+        if path == _COMPLETION:
             body["prompt"] = ids
+        else:
+            carried["prompt_token_ids"] = ids
         body["kv_transfer_params"] = carried
 
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
@@ -412,5 +428,7 @@ async def _unless_left(work: Coroutine[Any, Any, T], leaving: asyncio.Future[Mes
         task.cancel()
 
 
-def _refuse(error: RequestError) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-    return Response(as_json(error_body(error)), error.status, error.headers, media_type="application/json")
+def _refuse(
+    error: RequestError, said: Callable[[RequestError], Any]
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    return Response(as_json(said(error)), error.status, error.headers, media_type="application/json")

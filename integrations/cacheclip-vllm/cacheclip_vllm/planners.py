@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -111,15 +111,22 @@ class Planning:
             for planner in self._planners.values():
                 closing.callback(planner.close)
 
-    async def plan(self, asked: PlannablePrompt, field: CacheClipField, tenant: str) -> Route:
-        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once. Raises RequestError: the
-        request asks for what cannot be, or its prompt is too long."""
+    async def plan(
+        self,
+        asked: PlannablePrompt,
+        field: CacheClipField,
+        tenant: str,
+        known: Callable[[Sequence[int]], int] = lambda ids: 0,
+    ) -> Route:
+        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once. ``known``: of how many
+        first tokens of a prompt vLLM holds exact KV, as far as is known here. Raises RequestError: the request asks for
+        what cannot be, or its prompt is too long."""
         came = time.perf_counter()
         caller = Waiter()
         try:
             async with self._queue.place(tenant):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._way, asked, field, tenant, came, caller)
+                return await loop.run_in_executor(self._threads, self._way, asked, field, tenant, known, came, caller)
         except QueueFull:
             return Route(reason="too many prompts wait to be planned")
         finally:
@@ -151,7 +158,15 @@ class Planning:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, tokenized)
 
-    def _way(self, asked: PlannablePrompt, field: CacheClipField, tenant: str, came: float, caller: Waiter) -> Route:
+    def _way(
+        self,
+        asked: PlannablePrompt,
+        field: CacheClipField,
+        tenant: str,
+        known: Callable[[Sequence[int]], int],
+        came: float,
+        caller: Waiter,
+    ) -> Route:
         if self._checking is not None:
             wait([self._checking])
         began = time.perf_counter()
@@ -161,7 +176,7 @@ class Planning:
             planner = self.planner(tenant)
             with planner.asking(caller):
                 erasures = planner.erasures() if self._settings.completes(field.finish) else None
-                planned = self._planned(planner, asked, field, _method(planner, field))
+                planned = self._planned(planner, asked, field, _method(planner, field), known)
                 planned = _without_paths(planned, self._names)
             reason = planned.reason
         except CallerLeft:
@@ -184,7 +199,12 @@ class Planning:
         return Route(planned, reason, began - came, time.perf_counter() - began, erasures)
 
     def _planned(
-        self, planner: Planner, asked: PlannablePrompt, field: CacheClipField, method: Method
+        self,
+        planner: Planner,
+        asked: PlannablePrompt,
+        field: CacheClipField,
+        method: Method,
+        known: Callable[[Sequence[int]], int],
     ) -> PlannedPrompt:
         runtime, is_text = planner.primary, isinstance(asked.prompt, str)
         if not is_text:
@@ -205,8 +225,8 @@ class Planning:
             shown = runtime.render_chat(asked.prompt, tools=asked.tools, variables=asked.variables)  # type: ignore[arg-type]
             if "".join(segment.text for segment in segments) != shown:
                 raise NotPlanned("chat template")
-            _check_null(runtime, asked, shown)
-        return planner.plan(segments, method=method, question=field.question, documents=field.documents)
+            _check_parts(runtime, asked, shown)
+        return planner.plan(segments, method=method, question=field.question, documents=field.documents, known=known)
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
@@ -226,18 +246,18 @@ class Planning:
         )
 
 
-def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) -> None:
-    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts, with which it is
-    ``shown``."""
-    if not asked.without_content:
+def _check_parts(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) -> None:
+    """Raise NotPlanned if contents in parts, or without any, may give another prompt in vLLM than their texts, with
+    which it is ``shown``."""
+    if not asked.parts:
         return
     if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):
         return  # vLLM gives this template texts
     messages: list[Any] = list(asked.prompt)
-    for number in asked.without_content:
-        messages[number] = {**messages[number], "content": []}
+    for number, parts in asked.parts.items():
+        messages[number] = {**messages[number], "content": parts}
     if runtime.render_chat(messages, tools=asked.tools, variables=asked.variables) != shown:
-        raise NotPlanned("no content")
+        raise NotPlanned("parts of a content" if all(asked.parts.values()) else "no content")
 
 
 def _without_paths(planned: PlannedPrompt, names: Mapping[str, str]) -> PlannedPrompt:

@@ -74,7 +74,8 @@ class Result:
     def _outcome(self, cached: int, told: Mapping[str, Any] | None, is_counted: bool) -> tuple[str, str | None]:
         planned = self.way.planned
         if planned is None or planned.fusion is None:
-            return "plain", self.way.reason
+            is_exact = self.way.reason == EXACT and planned is not None and 2 * cached >= planned.stats.prompt_tokens
+            return "exact" if is_exact else "plain", self.way.reason
         if told is not None:
             return str(told.get("outcome")), told.get("reason")
         ready = planned.fusion.num_ready
@@ -147,16 +148,41 @@ class WholeReply:
             found = json.loads(body)
         except ValueError:
             return body
-        if not isinstance(found, dict) or "choices" not in found:
+        usage = _usage_of(found)
+        if usage is None:
             return body
-        told = (found.get("kv_transfer_params") or {}).get("cacheclip")
-        if "kv_transfer_params" in found:
-            found["kv_transfer_params"] = None
-        metrics = found.get("metrics")
-        if "metrics" in found and not self.result.shows_metrics:
-            found["metrics"] = None
-        found["cacheclip"] = self.result.field_of(found.get("usage") or {}, told, metrics)
-        return as_json(found)
+        return as_json(_with_field(found, usage, self.result))
+
+
+def _usage_of(found: Any) -> dict[str, Any] | None:
+    """Token counts of a response in a chat's words; None if it is no answer."""
+    if not isinstance(found, dict):
+        return None
+    usage = found.get("usage") or {}
+    if "choices" in found:
+        return dict(usage)
+    if found.get("object") == "response":
+        prompt, cached = usage.get("input_tokens"), (usage.get("input_tokens_details") or {}).get("cached_tokens")
+    elif found.get("type") in ("message", "message_delta"):
+        cached = usage.get("cache_read_input_tokens")
+        prompt = sum(usage.get(name) or 0 for name in ("input_tokens", *_CACHED))
+    else:
+        return None
+    if not usage:
+        return {}
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"prompt_tokens": prompt, "completion_tokens": usage.get("output_tokens"), **details}
+
+
+_CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
+
+
+def _with_field(found: dict[str, Any], usage: Mapping[str, Any], result: Result) -> dict[str, Any]:
+    """A whole answer with our field."""
+    told, metrics = (found.get("kv_transfer_params") or {}).get("cacheclip"), found.get("metrics")
+    hidden = ("kv_transfer_params",) if result.shows_metrics else ("kv_transfer_params", "metrics")
+    shown = {name: None if name in hidden else value for name, value in found.items()}
+    return {**shown, "cacheclip": result.field_of(usage, told, metrics)}
 
 
 def with_code(body: bytes) -> bytes:
@@ -232,6 +258,43 @@ class StreamReply:
     def _let_go_unchanged(self) -> bytes:
         held, self._held = self._held, None
         return b"" if held is None else server_sent(held)
+
+
+@dataclass
+class EventsReply:
+    """A stream of ``/v1/messages`` or ``/v1/responses``: events with a type, the last of which has token counts."""
+
+    result: Result
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What goes to the client now."""
+        if self.result.first is None and data:
+            self.result.first = time.perf_counter()
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(self._read(event) + b"\n\n" for event in events)
+
+    def finish(self) -> bytes:
+        """What is left when the stream ends."""
+        return self._rest
+
+    def _read(self, event: bytes) -> bytes:
+        kind, _, text = event.partition(b"\ndata: ")
+        if kind.removeprefix(b"event: ") not in _LAST or self.result.outcome is not None:
+            return event
+        try:
+            chunk = json.loads(text)
+            inside = chunk.get("response", chunk)
+        except (ValueError, AttributeError):
+            return event
+        usage = _usage_of(inside)
+        if usage is None:
+            return event
+        own = _with_field(inside, usage, self.result)
+        return kind + b"\ndata: " + as_json({**chunk, "response": own} if "response" in chunk else own)
+
+
+_LAST = (b"message_delta", b"response.completed", b"response.incomplete")
 
 
 @dataclass(frozen=True, slots=True)

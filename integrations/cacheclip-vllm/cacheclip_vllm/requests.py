@@ -34,9 +34,9 @@ class PlannablePrompt:
     """A text, which is read as it stands, or messages for the chat template."""
     tools: tuple[dict[str, Any], ...] = ()
     """As vLLM gives them to the chat template."""
-    without_content: tuple[int, ...] = ()
-    """Numbers of the messages with calls whose content is null. It is an empty text here; vLLM makes an empty list of
-    it where the template loops over parts of contents."""
+    parts: Mapping[int, list[dict[str, str]]] = field(default_factory=dict)
+    """By the number of their message, the parts that vLLM gives to a template that loops over parts of contents. Others
+    get one text, which is the content here: of several parts, one a line; of null beside calls, an empty one."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the chat template."""
 
@@ -163,8 +163,10 @@ def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
     except ConfigurationError as error:  # vLLM says what it takes
         raise NotPlanned("chat_template_kwargs") from error
     read = [_message(each) for each in messages]
-    null = tuple(number for number, each in enumerate(messages) if each.get("content") is None)
-    return PlannablePrompt(read, tuple(map(_tool, tools)), null, variables)
+    contents = [each.get("content") for each in messages]
+    in_parts = {number: each or [] for number, each in enumerate(contents) if not isinstance(each, str)}
+    parts = {number: each for number, each in in_parts.items() if len(each) != 1}
+    return PlannablePrompt(read, tuple(map(_tool, tools)), parts, variables)
 
 
 def read_completion(body: Mapping[str, Any], name: str) -> PlannablePrompt:
@@ -208,11 +210,20 @@ def _content(given: Any) -> str:
     match given:
         case str():
             return given
-        case [{"type": "text", "text": str(text), **rest}] if not rest:
-            return text
-        case list():  # how several parts are joined depends on the template
+        case [_, *_] if all(_is_text(part) for part in given):
+            return "\n".join(part["text"] for part in given)
+        case list():
             raise NotPlanned("parts of a content")
     raise NotPlanned("no content")
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and {*part} == {"type", "text"}
+        and part["type"] == "text"
+        and (isinstance(part["text"], str))
+    )
 
 
 def _calls(given: Any) -> list[dict[str, Any]]:

@@ -7,19 +7,22 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm import idle
+from cacheclip_vllm.parameters import EXACT
 from cacheclip_vllm.settings import ServerSettings
 from serve_cases import until
 from starlette.responses import JSONResponse
 from vllm_inner import WORDS
-from vllm_served import NORTH, OWN, PROMPT, SEAL, Served, running
+from vllm_served import CHAT, NORTH, OWN, PROMPT, SEAL, Served, running
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 
+USER, SAID = {"role": "user", "content": PROMPT}, {"role": "assistant", "content": "".join(WORDS)}
 IDLE = {"cacheclip": {"finish": "idle"}}
 
 
@@ -124,6 +127,42 @@ def test_the_next_turn_takes_the_place_of_the_one_before(served: Served) -> None
     prompts = [body["prompt"] for body in slices(served)]
     found = [prompts.index(ids) if (ids := expected(served, each)) in prompts else None for each in asked]
     assert found[0] is None is found[4] and found[5] < found[3] < found[2] < found[1]  # type: ignore[operator]
+
+
+def test_the_next_turn_is_plain(served: Served) -> None:
+    """No chunk of it is scored, as long as vLLM is known to hold the exact KV."""
+    cache = SimpleNamespace(block_size=16, num_gpu_blocks=2000)
+    served.inner.app.state.vllm_config = SimpleNamespace(cache_config=cache)
+
+    def turn(content: str = "Who?", **fields: Any) -> tuple[str, str | None, int]:
+        own = served.client.post(CHAT, json={"messages": [USER, SAID, {"role": "user", "content": content}], **fields})
+        said = own.json()["cacheclip"]
+        return said["outcome"], said["reason"], said["hits"]
+
+    assert turn(cacheclip={"finish": "none"})[0] == "fused"
+    served.ask()
+    assert slices(served)
+    served.inner.cached = 300
+    assert turn() == ("exact", EXACT, len(CHUNKS)) and "kv_transfer_params" not in served.inner.last
+    assert turn("\n\n".join(CHUNKS * 3))[0] == "fused", "it has more to compute than a plan has"
+    assert turn(cache_salt="another")[0] == "fused"
+    served.inner.cached = 10
+    assert [turn()[0], turn()[0]] == ["plain", "fused"], "it did not hold it any more"
+
+
+@pytest.mark.parametrize("emptied", ["by others", "by its operator"])
+def test_what_vllm_holds_no_longer(served: Served, emptied: str) -> None:
+    cache = SimpleNamespace(block_size=16, num_gpu_blocks=40)
+    served.inner.app.state.vllm_config = SimpleNamespace(cache_config=cache)
+    served.ask()
+    assert slices(served)
+    if emptied == "by others":
+        for _ in range(9):
+            served.ask("Hello " * 200)
+    else:
+        served.client.post("/reset_prefix_cache")
+    turns = [USER, SAID, {"role": "user", "content": "Who?"}]
+    assert served.client.post(CHAT, json={"messages": turns}).json()["cacheclip"]["outcome"] == "fused"
 
 
 def test_released_texts_are_not_sent_again(served: Served, config: EngineConfig) -> None:

@@ -186,7 +186,7 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "messages are no list": ({"messages": "What?"}, "malformed"),
     "message is no object": ({"messages": ["What?"]}, "malformed"),
     "picture": ({"messages": [{"role": "user", "content": [PICTURE]}]}, "parts of a content"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}, "parts of a content"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, 3]}]}, "parts of a content"),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, "no content"),
     "developer": ({"messages": [{"role": "developer", "content": "a"}]}, "role of a message"),
     "name of a tool": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "prompt that cannot be planned"),
@@ -244,6 +244,18 @@ class TestNullContents:
         assert self.ask(served, "")["outcome"] == "fused"
         said = self.ask(served, None)
         assert (said["outcome"], said["reason"]) == (("plain", "no content") if template == PARTS else ("fused", None))
+
+    def test_several_parts_are_lines(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless the template loops over parts, and writes them otherwise."""
+        parts = [{"type": "text", "text": text} for text in (CHUNKS[0], "Who?")]
+        assert served.ask("\n".join((CHUNKS[0], "Who?"))).json()["cacheclip"]["outcome"] == "fused"
+        expected = served.inner.last["kv_transfer_params"]["prompt_token_ids"]
+        assert served.ask(parts).json()["cacheclip"]["outcome"] == "fused"
+        assert served.inner.last["kv_transfer_params"]["prompt_token_ids"] == expected
+        assert served.inner.last["messages"][0]["content"] == parts
+        runtime = served.middleware.planning.planner("default").primary
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", PARTS)
+        assert served.ask(parts).json()["cacheclip"]["reason"] == "parts of a content"
 
 
 class TestAsItIs:
@@ -320,8 +332,7 @@ class TestAsItIs:
             assert (stats["outcome"], stats["reason"]) == ("plain", "no certificate")
 
     def test_other_paths(self, served: Served) -> None:
-        assert served.client.post("/v1/responses", content=b"not read").json() == {"path": "/v1/responses"}
-        assert metric(served, 'plain_total{reason="path /v1/responses"}') == 1
+        assert served.client.post("/tokenize", content=b"not read").json() == {"path": "/tokenize"}
         assert served.client.get("/health").status_code == 200
         assert served.client.get("/elsewhere").status_code == 404
 
@@ -711,11 +722,11 @@ class TestKeys:
 
     def test_tenants_use_few_paths(self, guarded: Served) -> None:
         headers = {"authorization": f"Bearer {NORTH}"}
-        for path in ("/v1/responses", "/tokenize", "/metrics"):
+        for path in ("/v1/responses/resp_1", "/tokenize", "/metrics"):
             assert guarded.client.post(path, headers=headers).status_code == 403
         assert guarded.client.get("/v1/models", headers=headers).status_code == 200
         own = {"authorization": f"Bearer {OWN}"}
-        assert guarded.client.post("/v1/responses", headers=own).status_code == 200
+        assert guarded.client.post("/tokenize", headers=own).status_code == 200
         assert "north" not in guarded.client.get("/metrics", headers=own).text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -46,7 +46,8 @@ class Inner:
         self.held: list[list[int]] = []
         """Token ids of completions without a plan, whose KV is in the prefix cache in blocks of 16."""
         paths = [("/v1/chat/completions", self._chat), ("/v1/completions", self._completion)]
-        others = ["/v1/responses", "/tokenize", "/health", "/metrics", "/v1/models"]
+        paths += [("/v1/responses", self._response), ("/v1/messages", self._message)]
+        others = ["/tokenize", "/reset_prefix_cache", "/health", "/metrics", "/v1/models"]
         self.app = Starlette(
             routes=[
                 *(Route(path, handle, methods=["POST"]) for path, handle in paths),
@@ -74,6 +75,12 @@ class Inner:
 
     async def _completion(self, request: Request) -> Response:
         return await self._answer(request, "text_completion")
+
+    async def _response(self, request: Request) -> Response:
+        return _in_other_words(await self._answer(request, "response"), _as_response)
+
+    async def _message(self, request: Request) -> Response:
+        return _in_other_words(await self._answer(request, "message"), _as_message)
 
     async def _answer(self, request: Request, kind: str) -> Response:
         body = json.loads(await request.body())
@@ -109,7 +116,7 @@ class Inner:
                 self._events(body, {**head, "object": f"{kind}.chunk"}, usage, metrics), 200, None, "text/event-stream"
             )
         said: dict[str, Any] = {"text": "".join(words)}
-        if kind == "chat.completion":
+        if kind != "text_completion":
             said = {"message": {"role": "assistant", "content": "".join(words), "tool_calls": []}}
         ids = {"token_ids": [len(word) for word in words]} if body.get("return_token_ids") else {}
         found = {
@@ -130,13 +137,65 @@ class Inner:
 
         for number, word in enumerate(WORDS):
             last = number == len(WORDS) - 1 and not self.calls
-            delta = {"delta": {"content": word}} if "messages" in body else {"text": word}
+            delta = {"delta": {"content": word}} if "prompt" not in body else {"text": word}
             yield event({"choices": [{"index": 0, **delta, "finish_reason": "stop" if last else None}]})
             while not self.gate.is_set():
                 await asyncio.sleep(0.01)
         for number, piece in enumerate(self.calls):
             reason = "tool_calls" if number == len(self.calls) - 1 else None
             yield event({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}, "finish_reason": reason}]})
-        if (body.get("stream_options") or {}).get("include_usage"):
+        if (body.get("stream_options") or {}).get("include_usage") or head["object"].startswith(
+            ("message", "response")
+        ):
             yield event({"choices": [], "usage": usage, "metrics": metrics, "system_fingerprint": "f"})
         yield b"data: [DONE]\n\n"
+
+
+def _in_other_words(response: Response, changed: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> Response:
+    """vLLM's answer of a chat as another API has it. ``changed`` makes its events of a chunk of a stream, or of an
+    answer the only one, which is whole."""
+    if response.status_code != 200:
+        return response
+    if not isinstance(response, StreamingResponse):
+        (whole,) = changed(json.loads(response.body))
+        return JSONResponse(whole, response.status_code)
+
+    async def events() -> AsyncIterator[bytes]:
+        async for line in response.body_iterator:
+            text = bytes(line).removeprefix(b"data: ").strip()
+            for each in [] if text == b"[DONE]" else changed(json.loads(text)):
+                yield f"event: {each['type']}\ndata: {json.dumps(each)}\n\n".encode()
+
+    return StreamingResponse(events(), 200, None, "text/event-stream")
+
+
+def _counts(chat: dict[str, Any]) -> tuple[int, int, int]:
+    """Tokens that were computed, were cached, and are new."""
+    usage = chat["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["prompt_tokens"] - cached, cached, usage["completion_tokens"]
+
+
+def _as_message(chat: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "usage" not in chat:
+        yield {"type": "content_block_delta", "delta": {"type": "text_delta", "text": chat["choices"][0]["delta"]}}
+        return
+    computed, cached, new = _counts(chat)
+    usage = {"input_tokens": computed, "cache_read_input_tokens": cached, "output_tokens": new}
+    if not chat["choices"]:
+        yield {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage}
+        yield {"type": "message_stop"}
+        return
+    told = {"kv_transfer_params": chat["kv_transfer_params"]} if chat["kv_transfer_params"] else {}
+    yield {"type": "message", "content": [{"type": "text", "text": "".join(WORDS)}], "usage": usage, **told}
+
+
+def _as_response(chat: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "usage" not in chat:
+        yield {"type": "response.output_text.delta", "delta": chat["choices"][0]["delta"]}
+        return
+    computed, cached, new = _counts(chat)
+    details = {"input_tokens": computed + cached, "input_tokens_details": {"cached_tokens": cached}}
+    whole = {"object": "response", "usage": {**details, "output_tokens": new}}
+    whole |= {name: chat[name] for name in ("kv_transfer_params", "metrics") if name in chat}
+    yield whole if chat["choices"] else {"type": "response.completed", "response": whole}

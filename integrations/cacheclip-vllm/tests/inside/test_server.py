@@ -31,7 +31,7 @@ from cacheclip_rag.planning import FusionPlan
 KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"
 FLAGS = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--seed", "0"),
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
 WORDS = {
     "type": "object",
@@ -281,7 +281,7 @@ class TestEqualAnswers:
         said = {"role": "assistant", "content": first.choices[0].message.content}
         turns = [{"role": "user", "content": PROMPTS[0]}, said, {"role": "user", "content": "And who?"}]
         found = served.chat(turns)
-        assert found.cacheclip["outcome"] == "exact"
+        assert (found.cacheclip["outcome"], found.cacheclip["phases_s"]["select"]) == ("exact", 0), "nothing is scored"
         assert tuple(found.choices[0].token_ids) == setting.expected([turns], "full")[0]
         assert found.cacheclip["cached_prefix_tokens"] > first.usage.prompt_tokens
 
@@ -372,6 +372,70 @@ def test_planned_prompts_are_vllms_own(served: Served, name: str) -> None:
     assert fused.prompt_token_ids == plain.prompt_token_ids
 
 
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": CHUNKS[0]}, {"type": "text", "text": "Search."}]},
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "abcdefghi", "name": "search", "input": {"words": "a"}}],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "abcdefghi", "content": f"{CHUNKS[3]}\n{CHUNKS[1]}"}],
+    },
+]
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": CHUNKS[0]}, {"type": "input_text", "text": "Search."}]},
+    {"type": "function_call", "call_id": "abcdefghi", "name": "search", "arguments": '{"words": "a"}'},
+    {"type": "function_call_output", "call_id": "abcdefghi", "output": f"{CHUNKS[3]}\n{CHUNKS[1]}"},
+    {
+        **{"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"},
+        "content": [{"type": "output_text", "text": "Yes, ünicode.", "annotations": []}],
+    },
+    {"role": "user", "content": CHUNKS[2]},
+]
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a message": ("/v1/messages", {"messages": [{"role": "user", "content": PROMPTS[0]}]}),
+    "blocks": (
+        "/v1/messages",
+        {
+            **{"system": [{"type": "text", "text": "Be"}, {"type": "text", "text": " short."}], "messages": BLOCKS},
+            "tools": [{"name": "search", "description": "Finds.", "input_schema": WORDS}],
+        },
+    ),
+    "an input": ("/v1/responses", {"input": PROMPTS[1], "instructions": "Be short."}),
+    "items": (
+        "/v1/responses",
+        {"input": ITEMS, "tools": [{"type": "function", "name": "search", "parameters": WORDS, "strict": True}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_planned_prompts_of_other_apis_are_vllms_own(served: Served, name: str) -> None:
+    """In the blocks that vLLM leaves of its own prompt, the plan's ids are found, and there are as many."""
+    path, body = OTHERS[name]
+    body = {"model": "tiny", "temperature": 0, "max_tokens" if "messages" in path else "max_output_tokens": 4, **body}
+
+    def said(**fields: Any) -> dict[str, Any]:
+        response = served.post(path, **body, **fields)
+        assert response.status_code == 200, response.text
+        if "stream" not in fields:
+            return dict(response.json()["cacheclip"])
+        events = (json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {"))
+        (last,) = (each for each in (each.get("response", each) for each in events) if "cacheclip" in each)
+        return dict(last["cacheclip"])
+
+    served.forget()
+    plain, exact = said(cacheclip={"method": "full"}), said()
+    assert plain["outcome"] == "plain" and exact["outcome"] == "exact", exact
+    assert exact["prompt_tokens"] == plain["prompt_tokens"] > 128
+    assert exact["cached_prefix_tokens"] == (plain["prompt_tokens"] - 1) // 32 * 32
+    served.forget()
+    fused, streamed = said(), said(stream=True)
+    assert fused["outcome"] == "fused" and fused["hits"] > 1
+    assert streamed["outcome"] in ("fused", "cached") and streamed["hits"] == fused["hits"]
+
+
 class TestRefusals:
     def test_a_prompt_that_is_too_long_for_vllm(self, served: Served, setting: Setting) -> None:
         """The model's context has room for it."""
@@ -398,12 +462,13 @@ class TestRefusals:
         fusion = setting.planner().plan(PROMPTS[0]).fusion
         assert isinstance(fusion, FusionPlan)
         carried = {"cacheclip": {"plan": fusion.to_dict()}, "prompt_token_ids": list(fusion.token_ids)}
-        body = {"model": "tiny", "input": PROMPTS[0], "max_output_tokens": 2, "kv_transfer_params": carried}
-        found = served.post("/v1/responses", **body)
+        ids = carried.pop("prompt_token_ids")
+        body = {"model": "tiny", "token_ids": ids, "sampling_params": {"max_tokens": 2}, "kv_transfer_params": carried}
+        found = served.post("/inference/v1/generate", **body)
         assert found.status_code == 200, found.text
         said = found.json()["kv_transfer_params"]["cacheclip"]
         assert said == {"outcome": "plain", "reason": "the request was not planned by this server"}
-        assert served.post("/v1/responses", NORTH, **body).status_code == 403
+        assert served.post("/inference/v1/generate", NORTH, **body).status_code == 403
 
 
 class TestTenants:
