@@ -49,10 +49,11 @@ _INSIDE = 2
 """Tokens of recurring text that are given up for a border: such as the full stop before it, which recurs too."""
 _RETRIEVED = re.compile(r"<(/?)(source|document|document_content|passage|chunk|doc)(?=[\s>])[^<>]{0,1000}>")
 """Tags around texts that an application retrieved."""
-_WRAPPER = r"(?:</?[A-Za-z][^<>\n]{0,300}>|```)"
-_STRONG = re.compile(rf"{_WRAPPER}|\n[ \t\r]*\n")
+_STRONG = re.compile(r"</?[A-Za-z][^<>\n]{0,300}>|```|\n[ \t\r]*\n")
+_WRAPPER = r"(?:</?[A-Za-z][^<>\n]{0,80}>|```)"
 _AROUND = re.compile(rf"\A(?:\s*{_WRAPPER})+|(?:{_WRAPPER}\s*)+\Z")
-"""What wraps a text recurs too, often with another number."""
+"""What wraps a text recurs too, often with another number. Longer tags name a resource and are stored with its text:
+Open WebUI's has 60 tokens, the same before each of a document's."""
 _WEAK = re.compile(r"\n|(?<=[.!?])[ \t]")
 
 Array = np.ndarray[Any, Any]
@@ -223,14 +224,16 @@ def _texts_of(span: Span, is_free: Array, seen: Array) -> Iterator[str]:
         recurs[place : following if following - place <= SIZE + 1 else place + SIZE] = True
     recurs &= is_free
     tags = [*_RETRIEVED.finditer(text)]
-    edges_of_tags = [edge for tag in tags for edge in tag.span()]
+    edges_of_tags = list[int]()
     strong = sorted({0, len(text), *(edge for match in _STRONG.finditer(text) for edge in match.span())})
     weak = sorted({*strong, *(edge for match in _WEAK.finditer(text) for edge in match.span())})
     for tag, closing in zip(tags, tags[1:], strict=False):
         if tag[2] == closing[2] and (tag[1], closing[1]) == ("", "/"):
-            first, stop = np.searchsorted(offsets[:, 0], (tag.end(), closing.start()))
+            edges_of_tags += [*tag.span(), *closing.span()]
+            begin = tag.end() if _AROUND.fullmatch(tag[0]) else tag.start()
+            first, stop = np.searchsorted(offsets[:, 0], (begin, closing.start()))
             if is_free[first:stop].sum() >= LEAST_TOKENS:
-                yield from _cut(text, offsets, tag.end(), closing.start(), strong, weak)
+                yield from _cut(text, offsets, begin, closing.start(), strong, weak)
             recurs[first:stop] = False
     for first, stop in _runs(recurs, LEAST_TOKENS - 2 * SIZE):
         begin = _border(strong, weak, *offsets[[max(0, first - SIZE), first + _INSIDE], 0], last=True)

@@ -95,6 +95,21 @@ def test_what_is_marked_as_retrieved_is_stored_at_first_sight(learner: Learner) 
     assert ask(engine, f"<source>{words(9)}") == ask(engine), "a tag that does not end marks nothing"
 
 
+def test_a_tag_that_names_a_resource_is_stored_with_the_first_of_its_texts(learner: Learner) -> None:
+    engine, texts, tag = learner(), [words(seed) for seed in range(3)], f'<source id="1" name="{words(9, 40)}"> '
+    prompts = ["\n".join(f"{tag}{text}</source>" for text in order) for order in (texts, texts[::-1])]
+    assert sorted(ask(engine, f"{prompts[0]}\nWhat is it?")) == sorted(
+        [tag + texts[0], *(text.partition(" ")[2] for text in texts[1:])]
+    )
+    stats = engine.generate(f"{prompts[1]}\nWho is it?", SHORT).stats
+    assert stats.chunk_tokens > 300 + 3 * 38, "the tag is a part of a chunk before the others, too"
+
+
+def test_a_tag_without_an_end_cuts_no_text(learner: Learner) -> None:
+    text = f'{words(0, 40)} such as <source id="1"> {words(1, 40)}'
+    assert ask(learner(), *(f"{words(n)}\n\n{text}\n\n{words(n + 9)}" for n in (2, 3))) == [text]
+
+
 def test_documents_as_claude_is_given_them_are_stored_at_first_sight(learner: Learner) -> None:
     texts = [words(seed) for seed in range(2)]
     documents = "\n".join(
