@@ -184,11 +184,11 @@ class Split:
 
     def tables(self, tables: Tables) -> Tables:
         """The rows of the chunks' rotary tables for the chosen tokens. Layers of one kind share them."""
-        cos, sin = tables
-        known = self._tables.get(id(cos))
+        known = self._tables.get(id(tables.cos))
         if known is None:
-            found = cos.index_select(0, self.chosen), sin.index_select(0, self.chosen)
-            known = self._tables[id(cos)] = (cos, found)  # a tensor that is kept keeps its id
+            of_chosen = tables.map(lambda table: table.index_select(0, self.chosen))
+            # a tensor that is kept keeps its id
+            known = self._tables[id(tables.cos)] = (tables.cos, of_chosen)
         return known[1]
 
 

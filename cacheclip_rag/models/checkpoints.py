@@ -213,6 +213,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.packed_weights import pack_weights
+    from ..runtime.transformers.proof import prove
     from ..runtime.transformers.text import quiet_transformers
     from ..runtime.transformers.weight_files import check_tensors, copy_mapped
     from .memory import check_fits
@@ -245,6 +246,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
     runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
     runtime.check()
+    prove(runtime)
     return runtime
 
 
@@ -254,7 +256,7 @@ def _load_planning(folder: Path, name: str, dtype: str, quantization: str | None
     from ..runtime.transformers.planning import PlanningRuntime
     from ..runtime.transformers.weight_files import check_names
 
-    config, tokenizer = _open(folder, name, quantised=True)
+    config, tokenizer = _open(folder, name, planned=True)
     changed = quantization if quantization_of(folder) is None else None
     identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
     runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
@@ -264,7 +266,7 @@ def _load_planning(folder: Path, name: str, dtype: str, quantization: str | None
     return runtime
 
 
-def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any]:
+def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
     """Config and tokenizer. Raises UnsupportedModelError for a model whose KV cannot be reused."""
     from transformers import AutoConfig
 
@@ -275,12 +277,12 @@ def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any
         )
     _read(name, "config.json", lambda: _check_numbers(folder))
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    if not quantised and quantization_of(folder) and not getattr(config, "quantization_config", None):
+    if not planned and quantization_of(folder) and not getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"model {name!r} has quantised weights that transformers would read as if they were not. Serve it with "
             "vLLM (cacheclip serve --backend vllm), or give a checkpoint in full precision."
         )
-    check_supported(config, name, quantised=quantised)
+    check_supported(config, name, planned=planned)
     tokenizer = _load_tokenizer(folder, name)
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -79,7 +80,7 @@ class StoredInterval:
         own, tables = slice(split.start, split.stop), self._tables[number]
         old = stored[0][own].transpose(0, 1), stored[1][own].transpose(0, 1)
         new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
-        added = offsets(new, old, split, weight, None if tables is None else (tables[0][own], tables[1][own]))
+        added = offsets(new, old, split, weight, None if tables is None else tables.map(itemgetter(own)))
         for target, offset in zip(old, added, strict=True):
             target += offset.to(target.dtype)
 
@@ -91,7 +92,7 @@ class StoredInterval:
             is_cut = joined.pieces[0].shape[2] == heads.stop - heads.start  # read so, or the only worker
             keys, values, scale = joined.layer(number, self.device, slice(None) if is_cut else heads)
             own = slice(first, first := first + keys.shape[1])
-            keys = rotate(keys, None if tables is None else (tables[0][own], tables[1][own]))
+            keys = rotate(keys, None if tables is None else tables.map(itemgetter(own)))
             both = (keys, values if scale is None else values * scale)
             if not layer:
                 shape = (len(self.places), len(keys), keys.shape[2])

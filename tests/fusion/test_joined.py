@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ def correct_one_by_one(
         if not len(chosen) or not len(stale):
             continue
         tables = runtime.rotary.tables(torch.arange(span.stop))[0]
-        of = [None if tables is None else (tables[0][at], tables[1][at]) for at in (chosen, stale)]
+        of = [None if tables is None else tables.map(itemgetter(at)) for at in (chosen, stale)]
         change = fresh[:, :, torch.isin(rows, chosen)].float() - kv[:, :, chosen].float()
         offset = weight * unrotate(change[0], of[0]).mean(1, keepdim=True)
         found[0][:, stale] += rotate(offset.expand(-1, len(stale), -1), of[1])

@@ -34,7 +34,7 @@ SMALL = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": (
         {"vocab_size": 400, "n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        "not among those proven",
+        "cannot be reused exactly: ",
     ),
     "mamba": ({**SMALL, "state_size": 8}, "recurrent"),
     "t5": (
@@ -65,7 +65,6 @@ FAMILIES = {
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
     "llama4_text": "chunked attention",
     "gemma3n_text": "KV of other layers",
-    **dict.fromkeys(("cohere2", "olmo3", "glm4", "ernie4_5"), "not among those proven exact"),
 }
 """Families of today, with their defaults, and a part of the reason."""
 
@@ -88,13 +87,13 @@ class TestRefusal:
             load_model(folder)
         message = str(error.value)
         assert REFUSED[architecture][1] in message
-        assert "llama" in message and "transformers itself" in message
+        assert "Llama" in message and "transformers itself" in message
 
     @pytest.mark.parametrize("architecture", list(FAMILIES))
     def test_current_families_and_why(self, architecture: str) -> None:
         if architecture not in CONFIG_MAPPING:
             pytest.skip(f"this transformers has no {architecture}")
-        with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[architecture]}.*Supported architectures"):
+        with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[architecture]}.*such as Llama"):
             check_supported(CONFIG_MAPPING[architecture](), "m")
 
     def test_before_any_weights_are_read(self, tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ class TestRopesThatDependOnLength:
             engine.precompute([" ".join(chunks * 4)])
 
 
-def test_every_supported_architecture_has_a_row_in_the_matrix() -> None:
+def test_every_architecture_that_is_planned_without_weights_has_a_row_in_the_matrix() -> None:
     rows = {"gemma3_text" if s["architecture"] == "gemma3_text" else s["architecture"] for s in TINY_MODELS.values()}
     assert rows == set(SUPPORTED)
 

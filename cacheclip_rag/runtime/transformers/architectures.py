@@ -1,8 +1,6 @@
-"""Which architectures allow exact reuse of KV, and errors that explain why others do not.
+"""Which kinds of models have KV that cannot be reused exactly, and errors that explain why.
 
-To add an architecture: one line in ``SUPPORTED`` and one row in ``testing/tiny.py`` (``TINY_MODELS``); the
-exactness tests then run on it. Sliding windows, soft-capping, attention sinks and partial rotary need no entry: the
-attention function and the rotary tables read them from the model.
+Every other model is looked at when it is loaded (:mod:`.structure`), and proven on its own weights (:mod:`.proof`).
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ SUPPORTED: dict[str, Architecture] = {
     "qwen3_moe": Architecture(),
     "smollm3": Architecture(rotated_layers="no_rope_layers"),
 }
-"""Supported architectures by the ``model_type`` of a transformers config."""
+"""Architectures, by the ``model_type`` of a transformers config, that are known without their weights: prompts can be
+planned for a process that has them."""
 
 _EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose frequencies do not depend on the total length: a key can be rotated to any position exactly."""
@@ -57,19 +56,22 @@ _SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compress
 """Layer types of DeepSeek-V3.2 and later, and of models built like them."""
 _WITHOUT_STATE = ("full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *_SPARSE)
 _WORKS = (
-    f"Supported architectures: {', '.join(SUPPORTED)}. Choose such a model, or run this one with "
-    "transformers itself, without reuse."
+    "Choose another model, such as Llama, Qwen3 or Gemma 3, or run this one with transformers itself, without reuse."
 )
 
 
 def check_architecture(model_type: str, name: str) -> None:
     if model_type not in SUPPORTED:
-        _refuse(name, f"has architecture {model_type!r}, which is not among those proven exact")
+        raise UnsupportedModelError(
+            f"model {name!r} has architecture {model_type!r}, which is not known without its weights. Expected one of "
+            f"{', '.join(SUPPORTED)}. Load it with an engine of its own, where its reuse is proven."
+        )
 
 
-def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
+def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
     """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
-    ``config`` cannot be reused exactly. ``quantised``: accept quantised weights, which another process runs."""
+    ``config`` cannot be reused exactly, whatever its weights are. ``planned``: another process runs the weights, which
+    may be quantised."""
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
         _refuse(
@@ -96,8 +98,9 @@ def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
             _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
         if getattr(text, "num_kv_shared_layers", None):
             _refuse(name, f"({model_type!r}) has layers that read the KV of other layers")
-        check_architecture(model_type, name)
-    if getattr(config, "quantization_config", None) and not quantised:
+        if planned:
+            check_architecture(model_type, name)
+    if getattr(config, "quantization_config", None) and not planned:
         _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
     if getattr(config, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")

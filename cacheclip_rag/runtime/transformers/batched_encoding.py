@@ -8,6 +8,7 @@ side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.T
     everywhere = runtime.rotary.tables(torch.arange(start + max(lengths)))
     for target, layer, tables in zip(kv, cache.layers, everywhere, strict=True):
         rows, at = slots.to(layer.device), positions.to(layer.device)
-        of_rows = None if tables is None else (tables[0][at], tables[1][at])
+        of_rows = None if tables is None else tables.map(itemgetter(at))
         target[0] = unrotate(layer.keys[0].index_select(1, rows), of_rows)
         target[1] = layer.values[0].index_select(1, rows)
     return [part.contiguous() for part in kv.split(lengths, dim=3)]

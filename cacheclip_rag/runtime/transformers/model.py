@@ -19,7 +19,6 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
-from ...base.errors import ModelError
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .attention import ATTENTION_NAME, pattern_attention
@@ -28,6 +27,7 @@ from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, Geometry, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
+from .structure import Structure, find_structure, layers_of, rotary_modules
 from .text import TextModel, check_process
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class ModelRuntime(TextModel):
     Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
     """
 
+    _find_structure: Callable[[Any, str, torch.device], Structure] = staticmethod(find_structure)
     can_move = True
     can_extend = True
 
@@ -76,35 +77,30 @@ class ModelRuntime(TextModel):
         self.fingerprint = fingerprint
         self._fuse = fuse
         self.rope_pin = rope_pin(config)
+        self.device: torch.device = device_of(model.get_input_embeddings())
+        structure = self._find_structure(model, name, self.device)
         self.num_layers: int = config.num_hidden_layers
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.num_kv_heads, self.head_dim = structure.num_kv_heads, structure.head_dim
         self.context_tokens: int = config.max_position_embeddings
         self.reuse_tokens: int = reuse_tokens(config)
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = device_of(model.get_input_embeddings())
-        self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
-        install_layer_hooks(model.base_model.layers)
+        layers = layers_of(model)
+        self.layer_devices = [device_of(layer) for layer in layers]
+        install_layer_hooks(list(layers))
         self.pinned_rope: bool = has_pinned_rope(config)
         self._offloaded = _is_offloaded(model)
         # a pinned rotary module changes its frequencies in place with the length of each pass
         one_at_a_time = self.pinned_rope or self._offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         """Held during a pass."""
-        self.rotary = ModelRotary(model, name, self.layer_devices, self.pass_lock)
+        modules = rotary_modules(model)
+        self.rotary = ModelRotary(modules, structure.readings, self.dtype, name, self.layer_devices, self.pass_lock)
         """Its rotary tables."""
         self.prompt_tensors = LayerTensors(self.new_cache)
 
     def check(self) -> None:
         super().check()
-        positions = torch.arange(2)
-        widths = {tables[0].shape[1] for tables in self.rotary.tables(positions) if tables is not None}
-        if any(width > self.head_dim for width in widths):
-            raise ModelError(
-                f"expected rotary tables of model {self.name!r} of {self.head_dim} columns at most, got {max(widths)}. "
-                "Fetch config.json again."
-            )
         if not self._offloaded and self.model.device.type != "meta":
             self.encode([0, 0])  # without the vocabulary, whose packed weights a model that only scores never has
 
@@ -262,7 +258,9 @@ class ModelRuntime(TextModel):
         pattern = causal_pattern(slots, self.device, geometry)
         pattern.probe, pattern.row_filter = probe, row_filter
         pattern.before_layer = before_layer
-        pattern.position_embeddings = self.rotary.embeddings(cache.tables_of(slots)) if cache.tables else None
+        pattern.position_embeddings = (
+            self.rotary.embeddings(cache.tables_of(slots)) if cache.tables and self.rotary.hands_tables else None
+        )
         return self.run_rows(cache, ids, positions, pattern, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()

@@ -14,17 +14,34 @@ from typing import Any, NoReturn
 import torch
 
 from ...base.errors import ModelError
+from .architectures import SUPPORTED
 from .model import ModelRuntime
-from .rotary import rotate, unrotate
+from .rotary import Reading, rotate, unrotate
+from .structure import Structure
 
 Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
+
+
+def known_structure(model: Any, name: str, device: torch.device) -> Structure:
+    """By the config: there are no weights to look at."""
+    config, known = model.config, SUPPORTED[model.config.model_type]
+    readings: list[Reading | None] = [Reading(columns="single" if known.half_tables else "halves")]
+    readings *= config.num_hidden_layers
+    if known.rotary_per_layer_type:
+        readings = [Reading(kind=kind) for kind in config.layer_types]
+    if known.rotated_layers:
+        turned = getattr(config, known.rotated_layers)[: len(readings)]
+        readings = [each if turns else None for each, turns in zip(readings, turned, strict=True)]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Structure(tuple(readings), config.num_key_value_heads, head_dim)
 
 
 class PlanningRuntime(ModelRuntime):
     """Tokenises, lays out and rotates. Whatever needs weights raises ModelError."""
 
     can_score = keeps_prefixes = can_extend = False
+    _find_structure = staticmethod(known_structure)
     _encoder: Encoder | None = None
     files: tuple[object, ...] = ()
     """States of the files behind the fingerprint."""

@@ -1,8 +1,7 @@
 """Rotary position embedding as a reversible map: stored keys have no position, assembled keys are rotated.
 
-Source: RoFormer (arXiv:2104.09864), in the half-split layout that transformers uses for every supported architecture.
-All computation is in float32, with one cast at the end. Tables narrower than the head rotate its first dimensions only
-(partial rotary). Layers without RoPE have no tables.
+Source: RoFormer (arXiv:2104.09864). All computation is in float32, with one cast at the end. Tables narrower than the
+head rotate a part of its dimensions only (partial rotary). Layers without RoPE have no tables.
 """
 
 from __future__ import annotations
@@ -10,17 +9,64 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
-from .architectures import SUPPORTED
 from .text import check_process
 
-Tables = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
-attention scaling of YaRN and longrope."""
+
+class RotaryForm(NamedTuple):
+    """Which dimensions of a key turn, and which of them together."""
+
+    in_pairs: bool = False
+    """True: neighbours (2i and 2i + 1) turn together; False: i and i + half."""
+    at_end: bool = False
+    """True: the head's last dimensions turn; False: its first ones. They may be all."""
+
+
+class Tables(NamedTuple):
+    """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module, whose two halves are
+    equal. They include the attention scaling of YaRN and longrope."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    form: RotaryForm = RotaryForm()
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tables:
+        return Tables(change(self.cos), change(self.sin), self.form)
+
+
+class Reading(NamedTuple):
+    """Where a layer's tables come from."""
+
+    module: int = 0
+    """Number of the rotary module among those of the decoder."""
+    kind: str = ""
+    """Layer type that the module is asked for; empty: it takes none."""
+    columns: str = "halves"
+    """What the module's columns are: ``halves`` (each pair twice, one half after the other), ``pairs`` (each pair
+    twice, side by side), ``single`` (each pair once) or ``complex`` (each pair once, as a complex number)."""
+    form: RotaryForm = RotaryForm()
+
+    def read(self, made: Any) -> Tables:
+        """Tables of what the module returned."""
+        if self.columns == "complex":
+            cos, sin = made.real.flatten(0, -2), made.imag.flatten(0, -2)
+        else:
+            cos, sin = (table.flatten(0, -2) for table in made)
+        if self.columns == "pairs":
+            cos, sin = cos[:, ::2], sin[:, ::2]
+        if self.columns != "halves":
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return Tables(cos, sin, self.form)
+
+    def written(self, table: torch.Tensor) -> torch.Tensor:
+        """A table as the module would return it: the inverse of :meth:`read`."""
+        half = table[:, : table.shape[1] // 2]
+        return {"halves": table, "pairs": half.repeat_interleave(2, dim=1)}.get(self.columns, half)[None]
+
 
 _BLOCK = 1 << 19
 """Numbers that are rotated together in host memory. Intermediate results of many more would each be new memory, whose
@@ -31,9 +77,9 @@ def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], to
     """The tables of all layers with ``change`` made to cos and sin. Layers that share tables share the result."""
     found: dict[int, Tables] = {}
     for each in tables:
-        if each is not None and id(each[0]) not in found:
-            found[id(each[0])] = change(each[0]), change(each[1])
-    return [None if each is None else found[id(each[0])] for each in tables]
+        if each is not None and id(each) not in found:
+            found[id(each)] = each.map(change)
+    return [None if each is None else found[id(each)] for each in tables]
 
 
 def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,13 +87,15 @@ def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch
     (None for a layer without rotary embedding). Returns keys after RoPE, computed in float32."""
     if tables is None:
         return keys.to(dtype)
-    cos, sin = tables
+    cos, sin, form = tables
+    if form != RotaryForm():
+        return _to_form(rotate(_to_halves(keys, tables), Tables(cos, sin)), tables).to(dtype)
     step = max(1, _BLOCK * len(cos) // max(1, keys.numel()))
     if len(cos) > step and keys.device.type == "cpu":
         found = torch.empty(keys.shape, dtype=dtype)
         parts = (each.split(step, -2) for each in (found, keys, cos, sin))
         for target, some, *of_some in zip(*parts, strict=True):
-            target.copy_(rotate(some, (of_some[0], of_some[1])))
+            target.copy_(rotate(some, Tables(*of_some)))
         return found
     keys = keys.float()
     width, half = cos.shape[-1], cos.shape[-1] // 2
@@ -63,7 +111,9 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     keys = keys.float()
     if tables is None:
         return keys
-    cos, sin = tables
+    cos, sin, form = tables
+    if form != RotaryForm():
+        return _to_form(unrotate(_to_halves(keys, tables), Tables(cos, sin)), tables)
     width, half = cos.shape[-1], cos.shape[-1] // 2
     scaling = cos.square() + sin.square()  # the square of the attention scaling; 1 without scaling
     plain = keys[..., :width] * cos
@@ -72,60 +122,88 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     return torch.cat((plain / scaling, keys[..., width:]), dim=-1)
 
 
+def _to_halves(keys: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """Keys of another form with the dimensions that turn first, in halves."""
+    width = tables.cos.shape[-1]
+    first = keys.shape[-1] - width if tables.form.at_end else 0
+    turned = keys[..., first : first + width]
+    if tables.form.in_pairs:
+        turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
+    return torch.cat((turned, keys[..., :first], keys[..., first + width :]), dim=-1)
+
+
+def _to_form(keys: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """The inverse of :func:`_to_halves`."""
+    width = tables.cos.shape[-1]
+    turned, others = keys[..., :width], keys[..., width:]
+    if tables.form.in_pairs:
+        turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((others, turned) if tables.form.at_end else (turned, others), dim=-1)
+
+
 class ModelRotary:
-    """The rotary module of one model, which makes its tables."""
+    """The rotary modules of one model, which make its tables."""
+
+    hands_tables = True
+    """Whether layers may be given tables in the place of those that their model makes (:meth:`embeddings`)."""
 
     def __init__(
-        self, model: Any, name: str, devices: Sequence[torch.device], lock: AbstractContextManager[Any]
+        self,
+        modules: Sequence[Any],
+        readings: Sequence[Reading | None],
+        dtype: torch.dtype,
+        name: str,
+        devices: Sequence[torch.device],
+        lock: AbstractContextManager[Any],
     ) -> None:
-        """``devices``: one per layer. ``lock`` is held while the module runs."""
-        self._model, self._name, self._devices, self._lock = model, name, devices, lock
+        """``readings`` and ``devices``: one per layer; None without RoPE. ``dtype``: the model's. ``lock`` is held
+        while a module runs."""
+        self._modules, self._dtype = modules, dtype
+        self._name, self._devices, self._lock = name, devices, lock
         self._process = os.getpid()
-        config = model.config
-        self._architecture = SUPPORTED[config.model_type]
-        self.kinds: list[str | None] = [""] * len(devices)
-        """Per layer the kind of its tables: None without RoPE, else a layer type (``""`` if all are equal)."""
-        if self._architecture.rotary_per_layer_type:
-            self.kinds = list(config.layer_types)
-        if self._architecture.rotated_layers:
-            rotated = getattr(config, self._architecture.rotated_layers)[: len(devices)]
-            self.kinds = [kind if turns else None for kind, turns in zip(self.kinds, rotated, strict=True)]
+        self.readings = list(readings)
 
     def tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
         int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
-        by_kind = {kind: self._of_kind(kind, positions) for kind in set(self.kinds) if kind is not None}
-        shared: dict[tuple[str, torch.device], Tables] = {}
+        made = {each: each.read(self._made(each, positions)) for each in set(self.readings) if each is not None}
+        shared: dict[tuple[Reading, torch.device], Tables] = {}
         tables: list[Tables | None] = []
-        for kind, device in zip(self.kinds, self._devices, strict=True):
-            if kind is not None and (kind, device) not in shared:
-                shared[kind, device] = by_kind[kind][0].to(device), by_kind[kind][1].to(device)
-            tables.append(None if kind is None else shared[kind, device])
+        for reading, device in zip(self.readings, self._devices, strict=True):
+            if reading is None:
+                tables.append(None)
+                continue
+            if (reading, device) not in shared:
+                shared[reading, device] = made[reading].map(partial(torch.Tensor.to, device=device))
+            tables.append(shared[reading, device])
         return tables
 
-    def embeddings(self, tables: Sequence[Tables | None]) -> list[Tables | None]:
-        """What the module would give the model's layers, whose rows have these tables."""
-
-        def as_model(table: torch.Tensor) -> torch.Tensor:
-            width = table.shape[1] // 2 if self._architecture.half_tables else table.shape[1]
-            return table[None, :, :width].to(self._dtype)
-
-        return changed(tables, as_model)
+    def embeddings(self, tables: Sequence[Tables | None]) -> list[Any]:
+        """What the modules would give the model's layers, whose rows have these tables."""
+        written: dict[tuple[int, Reading], tuple[torch.Tensor, ...]] = {}
+        for reading, each in zip(self.readings, tables, strict=True):
+            if reading is not None and each is not None and (id(each), reading) not in written:
+                written[id(each), reading] = tuple(reading.written(table).to(self._given) for table in each[:2])
+        some = next(iter(written.values()), None)  # layers without RoPE may want some, to leave them alone
+        pairs = zip(self.readings, tables, strict=True)
+        return [some if reading is None else written[id(each), reading] for reading, each in pairs]
 
     @cached_property
-    def _dtype(self) -> torch.dtype:
-        """Dtype in which the module gives tables to the layers. Not all cast them to the model's."""
-        kind = next(kind for kind in self.kinds if kind is not None)
-        return self._of_kind(kind, torch.zeros(1, dtype=torch.int64), self._model.dtype)[0].dtype
+    def _given(self) -> torch.dtype:
+        """Dtype in which the modules give tables to the layers. Not all cast them to the model's."""
+        reading = next(reading for reading in self.readings if reading is not None)
+        dtype: torch.dtype = self._made(reading, torch.zeros(1, dtype=torch.int64), self._dtype)[0].dtype
+        return dtype
 
-    def _of_kind(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
+    def _made(self, reading: Reading, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
         check_process(self._name, self._process)
-        rotary = self._model.base_model.rotary_emb
-        device = next(rotary.buffers()).device
-        probe = torch.empty(1, dtype=dtype, device=device)
-        positions = positions.to(device)[None]
         with self._lock:
-            cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
-        if self._architecture.half_tables:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        return cos[0], sin[0]
+            return made_tables(self._modules[reading.module], reading.kind, positions, dtype)
+
+
+def made_tables(module: Any, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
+    """What a rotary module returns for ``(num_tokens,)`` positions. ``dtype``: of the hidden states that it is asked
+    for."""
+    device = next(module.buffers()).device
+    states, positions = torch.empty(1, dtype=dtype, device=device), positions.to(device)[None]
+    return module(states, positions, kind) if kind else module(states, positions)

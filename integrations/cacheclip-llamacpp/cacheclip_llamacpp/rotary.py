@@ -41,7 +41,7 @@ class Rotation:
         """cos and sin at ``(num_tokens,)`` positions, each ``(num_tokens, rotary_dim)`` float32."""
         turned = positions.double()[:, None] * self.angles
         both = torch.cat([turned, turned], dim=-1)
-        return both.cos().float(), both.sin().float()
+        return Tables(both.cos().float(), both.sin().float())
 
     def heads(self, keys: torch.Tensor) -> torch.Tensor:
         """``(num_layers * num_heads, num_tokens, head_dim)`` of ``(num_layers, num_tokens, num_heads * head_dim)``, in

@@ -1,0 +1,291 @@
+"""Models are looked at and proven when they are loaded: no list of names, and a planted mistake is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheclip_testing.tiny import TINY_MODELS, build_model, tiny_spec
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama
+
+from cacheclip_rag.base.errors import UnsupportedModelError
+from cacheclip_rag.models.load import load_model, unload_models
+from cacheclip_rag.runtime.transformers import attention, cache, model, proof
+from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
+from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
+from tests.conftest import CHUNKS
+from tests.fusion.cases import BROKEN, EXACT, gap, make_case, prefilled, reference_logits, scatter_reference
+
+_WINDOWS = {
+    "num_hidden_layers": 4,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LOOKED_AT: dict[str, dict[str, Any]] = {
+    "cohere": {},
+    "cohere2": _WINDOWS,
+    "ernie4_5": {},
+    "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "ministral3": {},
+    "olmo3": _WINDOWS,
+    "starcoder2": {},
+}
+"""Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
+without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position."""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Verdicts of other tests are not known."""
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    unload_models()
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("architecture", LOOKED_AT)
+def test_an_architecture_that_no_list_names_is_exact(
+    architecture: str, tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {architecture}")
+    folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
+    case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
+    segments = [span.segment for span in case.layout.spans]
+    expected = reference_logits(folder, case.layout.ids)
+    fused, direct = prefilled(case.engine, segments, "cacheclip", 1.0), prefilled(case.engine, segments, "direct")
+    assert fused.stats.fallback is None and fused.stats.hits == 3
+    scale = float(expected.abs().max())
+    assert gap(fused.logits, expected) < EXACT * scale < gap(direct.logits, expected)
+    rows = case.rows(0.3)
+    logits = case.run(case.assembled(), rows, causal_pattern(rows))
+    assert gap(logits, scatter_reference(case, rows)[1]) < EXACT * scale
+    assert gap(case.run(case.assembled(shift=5), rows, causal_pattern(rows)), logits) > BROKEN
+
+
+@pytest.mark.parametrize("form", [RotaryForm(pairs, end) for pairs in (False, True) for end in (False, True)])
+def test_each_form_turns_the_dimensions_it_says(form: RotaryForm) -> None:
+    """By brute force, pair by pair."""
+    angles = torch.tensor([[0.3, 1.1, 2.0], [0.5, 0.1, 4.0]])
+    keys = torch.randn(2, 2, 8)
+    expected = keys.clone()
+    first = 2 if form.at_end else 0
+    for pair in range(3):
+        one, other = (first + 2 * pair, first + 2 * pair + 1) if form.in_pairs else (first + pair, first + pair + 3)
+        cos, sin = angles[:, pair].cos(), angles[:, pair].sin()
+        expected[..., one] = keys[..., one] * cos - keys[..., other] * sin
+        expected[..., other] = keys[..., other] * cos + keys[..., one] * sin
+    both = torch.cat((angles, angles), dim=-1)
+    tables = Tables(both.cos(), both.sin(), form)
+    assert gap(rotate(keys, tables), expected) < 1e-6
+    assert gap(unrotate(expected, tables), keys) < 1e-6
+
+
+@pytest.mark.parametrize("columns", ["halves", "pairs", "single", "complex"])
+def test_columns_are_read(columns: str) -> None:
+    angles = torch.tensor([[0.3, 1.1], [0.5, 4.0]])
+    both = torch.cat((angles, angles), dim=-1)
+    written = {"halves": both, "pairs": angles.repeat_interleave(2, dim=1), "single": angles}.get(columns, angles)[None]
+    made = torch.polar(torch.ones_like(written), written) if columns == "complex" else (written.cos(), written.sin())
+    reading = Reading(columns=columns)
+    tables = reading.read(made)
+    assert gap(tables.cos, both.cos()) < 1e-6 and gap(tables.sin, both.sin()) < 1e-6
+    if columns != "complex":
+        assert torch.equal(reading.written(tables.cos), made[0])
+
+
+def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
+
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "keys that turn the other way": (
+        _patched(modeling_llama, "apply_rotary_pos_emb", lambda turn: lambda q, k, cos, sin: turn(q, k, cos, -sin)),
+        "keys of layer 0 depend on the position",
+    ),
+    "values that turn": (
+        _patched(
+            modeling_llama.LlamaAttention,
+            "forward",
+            lambda forward: (
+                lambda self, hidden_states, position_embeddings=None, **kwargs: forward(
+                    self,
+                    hidden_states + position_embeddings[0].sum(-1, True),
+                    position_embeddings=position_embeddings,
+                    **kwargs,
+                )
+            ),
+        ),
+        "depend on the position",
+    ),
+    "a window that the attention is not told of": (
+        _patched(
+            modeling_llama,
+            "create_causal_mask",
+            lambda make: (
+                lambda **inputs: make(**inputs, and_mask_function=lambda batch, head, row, key: key > row - 20_000)
+            ),
+        ),
+        "see other keys",
+    ),
+    "attention in both directions": (
+        _patched(
+            modeling_llama,
+            "create_causal_mask",
+            lambda make: lambda **inputs: make(**inputs, or_mask_function=lambda batch, head, row, key: row == row),
+        ),
+        "see other keys",
+    ),
+    "an input of unknown meaning": (
+        _patched(
+            modeling_llama.LlamaAttention,
+            "forward",
+            lambda forward: lambda self, *args, **kwargs: forward(self, *args, block_indices=torch.zeros(1), **kwargs),
+        ),
+        "passes block_indices to",
+    ),
+    "another scale of the products": (
+        _patched(
+            attention,
+            "AttentionRule",
+            lambda rule: lambda scaling, **settings: rule(scaling=scaling * 1.01, **settings),
+        ),
+        r"failed the proof .*steps by",
+    ),
+    "keys assembled a position late": (
+        _patched(cache, "rotate", lambda turn: lambda keys, tables, *dtype: turn(keys, _late(tables), *dtype)),
+        r"failed the proof .*stored by .*moved by",
+    ),
+    "rows that see one key too few": (
+        _patched(
+            model,
+            "causal_pattern",
+            lambda make: lambda slots, *args: make((slots - 1).clamp(min=0), *args),
+        ),
+        r"failed the proof .*stored by",
+    ),
+}
+"""Planted in the class, or in our runtime: what is planted, and the reason of the refusal."""
+
+
+def _late(tables: Tables | None) -> Tables | None:
+    return None if tables is None else tables.map(lambda table: table.roll(-1, 0))
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_refused(
+    mistake: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, reason = MISTAKES[mistake]
+    plant(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(tiny_models["llama"])
+    unload_models()
+    monkeypatch.undo()
+    load_model(tiny_models["llama"])
+
+
+def test_a_proof_that_sees_no_wrong_positions_is_none(
+    home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = proof._gaps
+
+    def blind(runtime: Any, seed: int) -> Any:
+        gaps, hands_tables = original(runtime, seed)
+        return {**gaps, "planted": gaps["recompute"]}, hands_tables
+
+    monkeypatch.setattr(proof, "_gaps", blind)
+    with pytest.raises(UnsupportedModelError, match="wrong positions do not show"):
+        load_model(tiny_models["llama"])
+
+
+class TestVerdict:
+    def test_is_kept_for_these_weights_and_versions(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first, other = (build_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed) for seed in (0, 1))
+        proven: list[str] = []
+        original = proof._gaps
+        monkeypatch.setattr(
+            proof, "_gaps", lambda runtime, seed: proven.append(runtime.name) or original(runtime, seed)
+        )
+
+        def load(folder: Path, **options: Any) -> int:
+            unload_models()
+            load_model(str(folder), **options)
+            return len(proven)
+
+        with caplog.at_level(logging.INFO, "cacheclip_rag"):
+            assert load(first) == 1
+        assert "was proven exact in" in caplog.text
+        (memo,) = (home / "proofs").glob("*.json")
+        verdict = json.loads(memo.read_text())
+        assert verdict["hands_tables"] is True and max(verdict["gaps"].values()) == verdict["gaps"]["planted"] > BROKEN
+        assert load(first) == 1
+        assert load(other) == 2 and load(first, dtype="bfloat16") == 3
+        for damage in (b"", b"{", b"[]", b'{"gaps": {"prefill": "0"}, "hands_tables": true}', b'{"gaps": {}}', b"\xff"):
+            memo.write_bytes(damage)
+            count = len(proven)
+            assert load(first) == count + 1 and json.loads(memo.read_text()).keys() == verdict.keys()
+        monkeypatch.setattr(proof.transformers, "__version__", "99.0")
+        count = len(proven)
+        assert load(first) == count + 1
+
+    def test_a_tie_by_chance_is_decided_by_the_second_seed(
+        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = proof._gaps
+
+        def tied(runtime: Any, seed: int) -> Any:
+            gaps, hands_tables = original(runtime, seed)
+            return ({**gaps, "prefill": 1.0} if seed == proof._SEEDS[0] else gaps), hands_tables
+
+        monkeypatch.setattr(proof, "_gaps", tied)
+        load_model(tiny_models["mixtral"])
+        assert list((home / "proofs").glob("*.json"))
+
+    def test_that_is_no_longer_written(
+        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*args: Any) -> None:
+            raise OSError("no space")
+
+        monkeypatch.setattr(proof, "write_json", full)
+        assert load_model(tiny_models["llama"]).encode([5, 6]).shape[3] == 2
+
+
+class TestTablesThatAreHanded:
+    def test_not_to_layers_that_use_positions_otherwise(self, tmp_path: Path) -> None:
+        """Ministral 3 scales queries by their position: handing on tables would lose it."""
+        if "ministral3" not in CONFIG_MAPPING:
+            pytest.skip("this transformers has no ministral3")
+        assert not load_model(str(build_model(tmp_path, tiny_spec("ministral3")))).rotary.hands_tables
+
+    def test_not_if_they_make_another_number(
+        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = ModelRotary.embeddings
+        assert load_model(tiny_models["llama"]).rotary.hands_tables
+        unload_models()
+        for file in (home / "proofs").glob("*.json"):
+            file.unlink()
+        monkeypatch.setattr(
+            ModelRotary,
+            "embeddings",
+            lambda self, tables: [(cos * 1.001, sin) for cos, sin in original(self, tables)],
+        )
+        assert not load_model(tiny_models["llama"]).rotary.hands_tables
+
+    def test_positions_that_the_probe_uses_are_tokens_of_text(self, tiny_models: dict[str, str]) -> None:
+        runtime = load_model(tiny_models["llama"])
+        ids = {*proof._ordinary_ids(runtime).tolist()}
+        assert len(ids) > 300 and not ids & {*runtime.control_ids, *runtime.eos_ids}
