@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore, erasures
 from cacheclip_rag.store.catalog import Catalog
-from cacheclip_rag.store.erasures import LOOK_S, look_at_all
+from cacheclip_rag.store.erasures import LOOK_S, Erasures, look_at_all
+from cacheclip_rag.store.memory import MemoryBackend
+from cacheclip_rag.store.tiers import Tiers
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, rag
 
@@ -246,10 +248,14 @@ class TestOneProcess:
         key = one.parts.models.caches_after_prefix.key(passages[0])
         store = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
         assert store.get(key) is not None and key in store.chunk_store.tiers.backends[0].list()
+        putting = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
+        putting.put(key, torch.zeros(1, 2, 1, 3, 4), "float32", text=passages[0])
+        assert key in putting.chunk_store.tiers.backends[0].list()
         one.release(passages[:1])
         look_at_all()
-        assert key not in store.chunk_store.tiers.backends[0].list()
-        store.close()
+        for each in (store, putting):
+            assert key not in each.chunk_store.tiers.backends[0].list()
+            each.close()
 
     def test_memory_that_is_free_but_still_holds_kv(
         self, make: Make, tmp_path: Path, passages: list[str], monkeypatch: pytest.MonkeyPatch
@@ -263,6 +269,88 @@ class TestOneProcess:
         engine.store.catalog.note_erasure("default")
         look_at_all()
         assert {*given} == {"of the GPU", "page-locked"}
+
+
+class Numbers:
+    """A catalog whose number of erasures is told to it."""
+
+    number: int | None = 1
+    fails: Container[str] = ()
+    """Names of methods."""
+
+    def __init__(self) -> None:
+        self.meanwhile = lambda: None
+
+    def erasures(self, namespace: str) -> int | None:
+        self.meanwhile()
+        if "erasures" in self.fails:
+            raise StoreError("the disk is gone")
+        return self.number
+
+    def unknown_of(self, keys: Sequence[str]) -> list[str]:
+        if "unknown_of" in self.fails:
+            raise StoreError("the disk is gone")
+        return []
+
+
+class Holder:
+    """Counts how often it dropped its KV, and does something else meanwhile."""
+
+    def __init__(self) -> None:
+        self.dropped, self.meanwhile = 0, lambda: None
+
+    def drop_kv(self) -> None:
+        self.dropped += 1
+        self.meanwhile()
+
+
+class TestMeanwhile:
+    """What happens while a holder drops its KV."""
+
+    @pytest.fixture
+    def watched(self) -> tuple[Erasures, Numbers, Holder]:
+        numbers, holder = Numbers(), Holder()
+        tiers = Tiers([MemoryBackend(), MemoryBackend()])
+        tiers.put("key", b"payload")
+        found = Erasures(numbers, tiers)
+        found.watch("default", holder)
+        return found, numbers, holder
+
+    def test_it_leaves(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+        found, numbers, holder = watched
+        holder.meanwhile, numbers.number = lambda: found.unwatch(holder), 2
+        found.look()
+        assert not found.is_watched
+
+    def test_the_catalog_is_another_one(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+        """Also if it says the same number."""
+        found, numbers, holder = watched
+        holder.meanwhile = found.doubt
+        found.drop_own(holder)
+        found.look()
+        assert holder.dropped == 2
+        holder.meanwhile, numbers.meanwhile = lambda: None, found.doubt
+        found.look()
+        assert holder.dropped == 3
+
+    def test_a_catalog_that_fails_at_first(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+        """Nobody knows what was erased by the time it answers."""
+        found, numbers, _ = watched
+        late, numbers.fails = Holder(), {"erasures"}
+        found.watch("default", late)
+        numbers.fails, numbers.number = (), 0
+        found.look()
+        assert late.dropped == 1
+
+    def test_an_outage_is_said_once(
+        self, watched: tuple[Erasures, Numbers, Holder], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is over when everything can be asked."""
+        found, numbers, _ = watched
+        for fails, said in (({"erasures"}, 1), ({"unknown_of"}, 1), ((), 1), ({"unknown_of"}, 2), ({"erasures"}, 2)):
+            numbers.fails = fails
+            found.look()
+            assert caplog.text.count("what others erase") == said
 
 
 class TestClock:

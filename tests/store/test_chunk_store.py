@@ -435,6 +435,9 @@ class TestMemoryTier:
         assert key(1) in store and self.memory(store) == []  # asking is not reading
         assert is_intact(store, 1)
         assert self.memory(store) == [key(1)]
+        assert store.chunk_store.tiers.begin(key(1), 8)[2] == 1  # type: ignore[index]  # parts are read outside memory
+        other = self.tiered(tmp_path, None)
+        assert other.chunk_store.tiers.get_many([key(1)]) and self.memory(other) == [key(1)]
         store.chunk_store.tiers.last.delete([key(1)])
         assert is_intact(store, 1)  # a copy, not a view of the file
 
@@ -446,6 +449,10 @@ class TestMemoryTier:
         assert store.get(key(1)) is None and "is damaged" in caplog.text
         assert self.memory(store) == list(disk.list()) == []
         assert [tier.damaged for tier in store.chunk_store.stats().tiers] == [0, 1]
+        put(store, 1)
+        disk.put(key(1), b"garbage")
+        assert is_intact(store, 1), "from memory"
+        assert store.drop_unreadable([key(1)]) == 1 and self.memory(store) == []
 
     def test_counters_of_each_tier(self, tmp_path: Path) -> None:
         put(opened(tmp_path), 1)
@@ -456,6 +463,22 @@ class TestMemoryTier:
         assert (memory.name, memory.hits, memory.misses, memory.bytes) == ("memory", 2, 1, size())
         assert (disk.name, disk.hits, disk.misses, disk.bytes) == ("disk", 1, 0, BLOCK)
         assert memory.read_s > 0 and disk.read_s > 0
+        store.chunk_store.tiers.count_hit(1)  # what is read in parts
+        memory, disk = store.chunk_store.stats().tiers
+        assert (memory.hits, memory.misses, disk.hits) == (2, 2, 2)
+
+    def test_a_copy_that_fails_leaves_no_older_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = self.tiered(tmp_path, None)
+        put(store, 1)
+
+        def fails(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(MemoryBackend, "put", fails)
+        put(store, 1)
+        assert self.memory(store) == [] and "tier memory has no copy" in caplog.text and is_intact(store, 1)
 
     def test_use_in_memory_protects_from_eviction_on_disk(self, tmp_path: Path) -> None:
         store = self.tiered(tmp_path, 10 * size(), 3 * BLOCK)

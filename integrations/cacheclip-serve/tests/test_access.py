@@ -53,6 +53,8 @@ def test_another_scheme_is_no_key(guarded: Served) -> None:
 
 
 def test_tenants_are_apart(guarded: Served) -> None:
+    assert guarded.server.app._queue._is_shared, "one place is kept free of each"
+
     def hits(key: str, tenant: str | None = None) -> int:
         response = ask(guarded, key, tenant)
         assert response.status_code == 200, response.text

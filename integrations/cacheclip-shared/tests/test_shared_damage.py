@@ -490,7 +490,9 @@ def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
     assert verify(scene.url)["damaged"] == [] and texts_of(TextTable(scene.store.place, NAME)) == {text_of(NAME, 1)}
 
 
-def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_no_commit_wrote_are_counted(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Absurd numbers of a whole row disturb no sum; a row without KV is a row. No payload is kept for a row
     that is none."""
     (row,) = rows_of(NAME, [SharedText(text_of(NAME, 20))]).to_pylist()
@@ -511,6 +513,17 @@ def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: pytest.LogC
     need("deltalake").write_deltalake(table.address, rows, mode="append")
     scene.store.poll()
     assert scene.known(NAME, 0, 1, 20) == [1, 20] and "4 rows of" in caplog.text and FOLDER in caplog.text
+    read, asked = TextTable.read, list[str]()
+
+    def counted(table: TextTable, file: str, columns: Any = None) -> Any:
+        asked.append(file)
+        return read(table, file, columns)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TextTable, "read", counted)
+        assert table._indexed() == table._indexed() and len(asked) == len({*asked}), "a file is read once"
+    digests = {each["digest"] for rows in table._indexed().values() for each in rows}
+    assert digests == {text_digest(text_of(NAME, number)).hex() for number in (1, 20)}
     assert scene.store.stats().bytes < 10**6 and "not seen" not in caplog.text
     gc(scene.url, grace_s=0)
     assert not (scene.root / object_name(NAME, key(0, NAME), "int8")).exists()

@@ -65,9 +65,14 @@ def test_the_plain_request() -> None:
         ([1, *range(40)], [1, *range(40)], 1.0, 0),
     ],
 )
-def test_what_is_counted(answer: list[int], plain: list[int], agreement: float, other_first: int) -> None:
+def test_what_is_counted(
+    answer: list[int], plain: list[int], agreement: float, other_first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that begins otherwise is a warning."""
     metrics = Metrics()
-    assert Shadow(1.0, metrics).record(answer, plain[:SHADOW_TOKENS], method="epic") == agreement
+    with caplog.at_level("INFO"):
+        assert Shadow(1.0, metrics).record(answer, plain[:SHADOW_TOKENS], method="epic") == agreement
+    assert [each.levelname for each in caplog.records] == ["WARNING" if other_first else "INFO"]
     assert metrics.snapshot() == {
         "shadow_checks_total": 1,
         "shadow_greedy_checks_total": 1,
