@@ -5,13 +5,16 @@
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --clients 8
     python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
     python benchmarks/clients.py --primary packaged:smollm2-135m --method prefix --beside
+    python benchmarks/clients.py --primary packaged:smollm2-135m --new 40
 
 Starts ``cacheclip serve`` in a process of its own and asks it over HTTP: as many questions as there are clients, first
 one after the other, then all at once. Every question has stored chunks in an order of its own, so that no prefix cache
 helps. Prints the first-token times of those that ask at once, counted from when they ask, and tokens a second of whole
 answers both times. With ``--beside``: the first token of one question alone, and of one that comes after four titles of
-chats, after an answer with a crafted ``stop``, and after another question. With ``--tree``, the server runs the package
-of that folder.
+chats, after an answer with a crafted ``stop``, and after another question. With ``--new``: so many prompts in which
+nothing recurs, each asked of this server and of one with ``learn = "off"`` and ``moved = "off"``, by turns: the median
+of the paired ratios of first tokens, and the memory that each server held at most. With ``--tree``, the server runs the
+package of that folder.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from cacheclip_lab.timing.texts import QUESTION, make_texts
@@ -57,10 +60,16 @@ def main() -> None:
         texts = make_texts(engine.primary.tokenize, args.chunks, args.tokens // args.chunks)
         engine.precompute(texts, method=args.method)
         engine.close()
-        with serving(args, store) as address:
-            rows = asyncio.run((beside if args.beside else measure)(args, texts, address))
+        with serving(args, store) as server:
+            if args.new:
+                plain = Path(folder) / "plain.toml"
+                plain.write_text('moved = "off"\n[serve]\nlearn = "off"\n')
+                with serving(args, Path(folder) / "other", plain) as other:
+                    rows = asyncio.run(new_texts(args, server, other))
+            else:
+                rows = asyncio.run((beside if args.beside else measure)(args, texts, server.address))
     found = {"processor": processor_name(), "settings": {**vars(args), "tree": str(args.tree)}, "rows": rows}
-    if args.json or args.beside:
+    if args.json or args.beside or args.new:
         print(json.dumps(found, indent=2))
         return
     form = "llama.cpp" if args.primary.endswith(".gguf") else args.dtype
@@ -83,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--beside", action="store_true", help="one question beside other requests")
+    parser.add_argument("--new", type=int, default=0, help="prompts in which nothing recurs")
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout that serves")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -91,19 +101,33 @@ def parse() -> argparse.Namespace:
     return args
 
 
+class Server(NamedTuple):
+    """A server process."""
+
+    address: str
+    pid: int
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory that it held at most (Linux)."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 @contextmanager
-def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
+def serving(args: argparse.Namespace, store: Path, settings: Path | None = None) -> Iterator[Server]:
     command = [sys.executable, "-P", "-c", "import cacheclip_rag.cli as cli; cli.main()", "serve", "--json"]
     models = {"primary": args.primary, "auxiliary": args.auxiliary, "dtype": args.dtype, "method": args.method}
     for name, value in {**models, "store": str(store), "port": "0"}.items():
         command += [f"--{name}", value]
+    command += ["--settings", str(settings)] if settings else []
     environment = {**os.environ, "PYTHONPATH": str(args.tree)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
             if not (line := process.stdout.readline()):
                 raise SystemExit(f"the server ended before it could be asked. See why: {shlex.join(command)}")
-            yield str(json.loads(line)["address"])
+            yield Server(str(json.loads(line)["address"]), process.pid)
         finally:
             process.terminate()
 
@@ -151,8 +175,39 @@ async def beside(args: argparse.Namespace, texts: list[str], address: str) -> li
     ]
 
 
+async def new_texts(args: argparse.Namespace, learning: Server, plain: Server) -> list[dict[str, Any]]:
+    """Seconds to the first token of each prompt, from both servers, which take turns in being first."""
+    rng, seconds, memory = random.Random(0), list[dict[Server, float]](), list[int]()
+    async with httpx.AsyncClient(timeout=None) as client:
+        for number in range(-2, args.new):  # the first two make threads and buffers
+            text = " ".join(str(rng.randrange(10**6)) for _ in range(args.tokens // 7))
+            asked: dict[Server, float] = {}
+            for server in (learning, plain)[:: 1 if number % 2 else -1]:
+                asked[server] = (await ask(client, args, [text], address=server.address))[0]
+            if number >= 0:
+                seconds.append(asked)
+                memory.append(learning.most_bytes)
+    later = statistics.median(each[learning] / each[plain] for each in seconds) - 1
+    half = memory[len(memory) // 2 :]
+    return [
+        {
+            "prompts": len(seconds),
+            "first_s": statistics.median(each[learning] for each in seconds),
+            "later_than_plain": later,
+            "most_bytes": learning.most_bytes,
+            "of_them_in_the_second_half": half[-1] - half[0],
+            "most_bytes_of_plain": plain.most_bytes,
+        }
+    ]
+
+
 async def ask(
-    client: httpx.AsyncClient, args: argparse.Namespace, texts: list[str], task: str = "", stop: str | None = None
+    client: httpx.AsyncClient,
+    args: argparse.Namespace,
+    texts: list[str],
+    task: str = "",
+    stop: str | None = None,
+    address: str = "",
 ) -> tuple[float, int]:
     """Seconds to the first text of an answer, and its tokens."""
     content = task + "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
@@ -164,7 +219,7 @@ async def ask(
     body |= {"seed": 1, "stream": True, "stream_options": {"include_usage": True}, "cacheclip": {"method": args.method}}
     body |= {"stop": stop} if stop else {}
     began, first, tokens = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with client.stream("POST", f"{address}/v1/chat/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):

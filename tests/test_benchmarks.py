@@ -93,6 +93,19 @@ def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
     assert found["broken"] == [] and found["figures"]["kills"] == 2 and found["figures"]["payloads"] == 17
 
 
+@pytest.mark.long
+def test_clients_whose_texts_do_not_recur(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--dtype", "float32"]
+    sizes = ["--tokens", "140", "--chunks", "2", "--max-tokens", "2", "--method", "anchored"]
+    monkeypatch.setattr(sys, "argv", ["clients", *models, *sizes, "--new", "2"])
+    load("clients", monkeypatch).main()
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["prompts"] == 2 and row["first_s"] > 0 and -1 < row["later_than_plain"] < 20
+    assert row["most_bytes"] > row["most_bytes_of_plain"] / 2 > 2**25
+
+
 def test_latency(run: Any) -> None:
     found = run("latency", "--tokens", "150", "--chunk-tokens", "50,500", "--rounds", "1")
     assert [row["way"] for row in found] == ["full", "auto", "limited"]  # chunks of 500 tokens do not fit
