@@ -279,10 +279,11 @@ class CacheClipEngine(Closing):
         finally:
             self.parts.unload()
 
-    def when_idle(self, step: Callable[[], bool]) -> None:
-        """Have ``step`` called on a thread while no answer is under way, again and again until it returns True. A
-        question that comes waits for the end of one call. Loads the primary; :meth:`close` ends it."""
-        self._answering.completion.add_step(self.primary, step)
+    def when_idle(self, step: Callable[[], bool], quiet_s: float = 0.0) -> None:
+        """Have ``step`` called on a thread while no answer is under way, nor has ended for ``quiet_s`` seconds, again
+        and again until it returns True. A question that comes waits for the end of one call. Loads the primary;
+        :meth:`close` ends it."""
+        self._answering.completion.add_step(self.primary, step, quiet_s)
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
         """Wait for background work: that of the observers, and of ``finish="idle"``; False after ``timeout_s``

@@ -61,8 +61,8 @@ class IdleCompletion:
         self._clock = clock
         self._prompts: list[_Prompt] = []
         """The latest last."""
-        self._steps: list[tuple[Runtime, Callable[[], bool]]] = []
-        """What else is done while no answer is under way, after the prompts."""
+        self._steps: list[tuple[Runtime, Callable[[], bool], float]] = []
+        """What else is done while no answer is under way, after the prompts, and after how many seconds without one."""
         self._rows = 0
         """Prompt tokens of the next slice; 0: as few as the prefix cache takes."""
         self._worker: threading.Thread | None = None
@@ -84,12 +84,12 @@ class IdleCompletion:
             self._prompts = [*others, new][-_MOST_PROMPTS:]
             self._start()
 
-    def add_step(self, runtime: Runtime, step: Callable[[], bool]) -> None:
-        """Call ``step`` in turns of its own until it returns True. One that waits is not added again. Its errors are
-        only logged."""
+    def add_step(self, runtime: Runtime, step: Callable[[], bool], quiet_s: float = 0.0) -> None:
+        """Call ``step`` in turns of its own until it returns True, each when no answer has ended for ``quiet_s``
+        seconds. One that waits is not added again. Its errors are only logged."""
         with self._changed:
-            if (runtime, step) not in self._steps:
-                self._steps.append((runtime, step))
+            if (runtime, step, quiet_s) not in self._steps:
+                self._steps.append((runtime, step, quiet_s))
             self._start()
 
     def _start(self) -> None:
@@ -132,11 +132,11 @@ class IdleCompletion:
 
     def _take_step(self) -> None:
         with self._changed:
-            runtime, step = self._steps.pop(0) if self._steps else (None, None)
+            runtime, step, quiet_s = self._steps.pop(0) if self._steps else (None, None, 0.0)
         if runtime is None or step is None:
             return
         try:
-            with turns_of(runtime).idle():
+            with turns_of(runtime).idle(quiet_s):
                 is_over = step()
         except CallerLeft:
             return
@@ -144,8 +144,8 @@ class IdleCompletion:
             logger.warning("work that waited until no answer was under way failed", exc_info=True)
             return
         with self._changed:
-            if not is_over and not self._waiter.has_left and (runtime, step) not in self._steps:
-                self._steps.append((runtime, step))
+            if not is_over and not self._waiter.has_left and (runtime, step, quiet_s) not in self._steps:
+                self._steps.append((runtime, step, quiet_s))
 
     def _is_over_after_slice(self, prompt: _Prompt) -> bool:
         """Compute the next slice. Returns whether it was the last one."""

@@ -21,6 +21,7 @@ Turns belong to a loaded model: engines that share its weights (of several tenan
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,6 +152,8 @@ class Turns:
         self._changed = threading.Condition()
         self._answers = 0
         """Answers under way, from the question to the last token."""
+        self._ended_at = -math.inf
+        """When the latest answer ended."""
         self._prompts: list[_WaitingPrompt] = []
         """Prompts that wait, in the order of their arrival, and the running one."""
         self._work = 0
@@ -190,15 +193,19 @@ class Turns:
         finally:
             with self._changed:
                 self._answers -= 1
+                self._ended_at = time.monotonic()
                 self._changed.notify_all()
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """The turn of a short computation that nobody waits for: waits until the model is idle. A prompt that comes
-        waits for its end, as for that of a token."""
+    def idle(self, quiet_s: float = 0.0) -> Iterator[None]:
+        """The turn of a short computation that nobody waits for: waits until the model is idle, and no answer has ended
+        for ``quiet_s`` seconds. A prompt that comes waits for its end, as for that of a token."""
         with ExitStack() as stack:
             with self._changed:
                 self._wait_until(lambda: self.is_idle)
+                while (rest_s := self._ended_at + quiet_s - time.monotonic()) > 0:
+                    self._wait_until(lambda: not self.is_idle, rest_s)
+                    self._wait_until(lambda: self.is_idle)
                 stack.enter_context(self.token())  # does not wait: there is no prompt
             yield
 
@@ -315,13 +322,13 @@ class Turns:
     def _have_all_asked(self) -> bool:
         return self._last <= {id(step.state) for step in self._asked}
 
-    def _wait_until(self, has_come: Callable[[], bool]) -> None:
+    def _wait_until(self, has_come: Callable[[], bool], timeout_s: float | None = None) -> None:
         caller = CALLER.get()
         if caller is None:
-            self._changed.wait_for(has_come)
+            self._changed.wait_for(has_come, timeout_s)
             return
         with caller.waiting(self._changed):
-            self._changed.wait_for(lambda: caller.has_left or has_come())
+            self._changed.wait_for(lambda: caller.has_left or has_come(), timeout_s)
         caller.check()
 
     def _wait_for_one_prompt(self) -> None:

@@ -238,7 +238,7 @@ def test_an_error_ends_the_turn(kind: str) -> None:
 def test_who_is_interrupted_while_it_waits_holds_up_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, threads, done = Turns(), Threads(), list[str]()
 
-    def interrupted(condition: Callable[[], bool]) -> bool:
+    def interrupted(condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         raise KeyboardInterrupt
 
     with turns.prompt():

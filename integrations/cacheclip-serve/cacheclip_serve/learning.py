@@ -47,6 +47,8 @@ _MOST_PROMPTS, _MOST_TEXTS = 16, 256
 """That wait until no answer is under way, the latest ones."""
 _INSIDE = 2
 """Tokens of recurring text that are given up for a border: such as the full stop before it, which recurs too."""
+_LONGEST_TAG = 1100
+"""Characters."""
 _RETRIEVED = re.compile(r"<(/?)(source|document|document_content|passage|chunk|doc)(?=[\s>])[^<>]{0,1000}>")
 """Tags around texts that an application retrieved."""
 _STRONG = re.compile(r"</?[A-Za-z][^<>\n]{0,300}>|```|\n[ \t\r]*\n")
@@ -108,9 +110,10 @@ class LearnedTexts(Observer):
     engine.observers.append(LearnedTexts(engine))
     """
 
-    def __init__(self, engine: CacheClipEngine, max_bytes: int = 2**30) -> None:
-        """``max_bytes``: of KV of learned texts; above it, those go that were used longest ago."""
-        self._engine, self._max_bytes = engine, max_bytes
+    def __init__(self, engine: CacheClipEngine, max_bytes: int = 2**30, quiet_s: float = 1.0) -> None:
+        """``max_bytes``: of KV of learned texts; above it, those go that were used longest ago. ``quiet_s``: seconds
+        without an answer before anything is computed. Applications let the model write a query, search, and ask."""
+        self._engine, self._max_bytes, self._quiet_s = engine, max_bytes, quiet_s
         self._lock = threading.Lock()
         self._forget()
         self._has_failed = False
@@ -142,7 +145,7 @@ class LearnedTexts(Observer):
         with self._lock:
             self._follow_erasures()
             self._prompts.append((plan, self._engine.prefixes.known(plan.layout.token_ids[:-1])))
-        self._engine.when_idle(self._step)
+        self._engine.when_idle(self._step, self._quiet_s)
 
     def _step(self) -> bool:
         """Look at a prompt, or store a text; whether nothing is left to do."""
@@ -171,13 +174,15 @@ class LearnedTexts(Observer):
         texts, hashes = list[str](), [np.zeros(0, np.int64)]
         is_free = plan.known.source == KVSource.COMPUTED
         is_free[:served] = False
+        before = ""
         for span in plan.layout.spans:
+            text_before, before = before, span.segment.text[-_LONGEST_TAG:]
             part = is_free[span.start : span.stop]
             if span.is_chunk or span.segment.control or part.sum() < LEAST_TOKENS:
                 continue
             ids, _ = span.tokens.columns
             places, of_span = self.sights.of(ids)
-            texts += _texts_of(span, part, places[self.sights.known(of_span)])
+            texts += _texts_of(span, part, places[self.sights.known(of_span)], text_before)
             hashes.append(of_span[part[places]])
         self.sights.add(np.concatenate(hashes))
         return texts
@@ -215,22 +220,23 @@ class LearnedTexts(Observer):
                     excess -= learned[oldest]
 
 
-def _texts_of(span: Span, is_free: Array, seen: Array) -> Iterator[str]:
+def _texts_of(span: Span, is_free: Array, seen: Array, before: str) -> Iterator[str]:
     """Texts of fresh tokens to store. ``is_free``: nothing serves the token; ``seen``: first tokens of fingerprints
-    that earlier prompts had."""
+    that earlier prompts had; ``before``: the end of the text before, which may be a tag that is stored."""
     text, offsets = span.segment.text, span.tokens.columns[1]
     recurs = np.zeros(len(offsets), np.bool_)
     for place, following in zip(seen, np.append(seen[1:], len(offsets) + SIZE), strict=False):
         recurs[place : following if following - place <= SIZE + 1 else place + SIZE] = True
     recurs &= is_free
-    tags = [*_RETRIEVED.finditer(text)]
+    tags = [*[*_RETRIEVED.finditer(before)][-1:], *_RETRIEVED.finditer(text)]
     edges_of_tags = list[int]()
     strong = sorted({0, len(text), *(edge for match in _STRONG.finditer(text) for edge in match.span())})
     weak = sorted({*strong, *(edge for match in _WEAK.finditer(text) for edge in match.span())})
     for tag, closing in zip(tags, tags[1:], strict=False):
         if tag[2] == closing[2] and (tag[1], closing[1]) == ("", "/"):
-            edges_of_tags += [*tag.span(), *closing.span()]
-            begin = tag.end() if _AROUND.fullmatch(tag[0]) else tag.start()
+            is_own = tag.string is text
+            edges_of_tags += [*(tag.span() if is_own else ()), *closing.span()]
+            begin = (tag.end() if _AROUND.fullmatch(tag[0]) else tag.start()) if is_own else 0
             first, stop = np.searchsorted(offsets[:, 0], (begin, closing.start()))
             if is_free[first:stop].sum() >= LEAST_TOKENS:
                 yield from _cut(text, offsets, begin, closing.start(), strong, weak)

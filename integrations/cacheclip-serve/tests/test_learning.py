@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def learner() -> Iterator[Learner]:
 
     def make(max_bytes: int = 2**30, **options: Any) -> CacheClipEngine:
         engines.append(CacheClipEngine(**{**fake_models(), **options}))
-        engines[-1].observers.append(LearnedTexts(engines[-1], max_bytes))
+        engines[-1].observers.append(LearnedTexts(engines[-1], max_bytes, quiet_s=0))
         return engines[-1]
 
     yield make
@@ -103,6 +104,8 @@ def test_a_tag_that_names_a_resource_is_stored_with_the_first_of_its_texts(learn
     )
     stats = engine.generate(f"{prompts[1]}\nWho is it?", SHORT).stats
     assert stats.chunk_tokens > 300 + 3 * 38, "the tag is a part of a chunk before the others, too"
+    learned = ask(engine, f"{tag}{words(7)}</source>\n{tag}{words(8)}</source>\nWhere is it?")
+    assert {words(7), words(8)} <= {*learned}, "also behind a tag that is stored"
 
 
 def test_a_tag_without_an_end_cuts_no_text(learner: Learner) -> None:
@@ -299,6 +302,16 @@ def test_nothing_is_computed_or_written_in_the_way_of_an_answer(learner: Learner
     engine = learner()
     ask(engine, f"<source>{words(0)}</source>\nWhat?")
     assert {thread.name for thread in fake_of(engine).threads["encode"]} == {"cacheclip-idle"}
+
+
+def test_a_question_soon_after_an_answer_does_not_wait_for_what_is_learned() -> None:
+    with CacheClipEngine(**fake_models()) as engine:
+        engine.observers.append(LearnedTexts(engine, quiet_s=0.5))
+        for number in range(3):  # in less than the pause
+            engine.generate(f"<source>{words(number)}</source>\nWhat?", SHORT)
+            time.sleep(0.2)
+            assert engine.texts.texts(LEARNED) == []
+        assert engine.wait_for_observers(10) and len(engine.texts.texts(LEARNED)) == 3
 
 
 @pytest.mark.parametrize("learned_bytes", [0, 2**20])
