@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +45,7 @@ _FOLDER = "its folder"
 """What is damaged if it is no single file."""
 _NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
 """Numbers of a config, with the least and the most that models have."""
+_PROBE = "The lighthouse was built in 1847."
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 _GGUF, _PACKAGED = ".gguf", "packaged:"
@@ -208,13 +210,14 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.packed_weights import pack_weights
     from ..runtime.transformers.proof import prove
     from ..runtime.transformers.text import quiet_transformers
+    from ..runtime.transformers.text_part import TextPart, is_multimodal
     from ..runtime.transformers.weight_files import check_tensors, copy_mapped
     from .memory import check_fits
 
@@ -230,9 +233,13 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     if device in DEVICE_MAPS:
         options["device_map"] = device
     with quiet_transformers():
-        load = partial(AutoModelForCausalLM.from_pretrained, output_loading_info=True)
+        causal = type(config) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        load = partial(auto.from_pretrained, output_loading_info=True)
         model, found = _read(name, "*.safetensors", lambda: load(folder, **options))
     check_tensors(model, found, name)
+    if is_multimodal(config):
+        model = TextPart(model, torch.tensor(tokenizer.encode(_PROBE, add_special_tokens=False)), name)
     if device not in DEVICE_MAPS:
         model = model.to(device)
     elif "disk" in getattr(model, "hf_device_map", {}).values():
@@ -295,8 +302,9 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
 def _check_numbers(folder: Path) -> None:
     """Refuse numbers for which transformers would make lists until memory ends."""
     config = json.loads((folder / "config.json").read_text())
-    for field, (least, most) in _NUMBERS.items():
-        number = config.get(field, least)
+    parts = [config, *(each for each in config.values() if isinstance(each, dict))]
+    for part, (field, (least, most)) in product(parts, _NUMBERS.items()):
+        number = part.get(field, least)
         if type(number) is not int or not least <= number <= most:
             raise ModelError(
                 f"expected {field} of {least} to {most} in {folder / 'config.json'}, got {str(number)[:40]}. Fetch the "

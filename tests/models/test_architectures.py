@@ -61,9 +61,8 @@ FAMILIES = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "recurrent_gemma", "olmo_hybrid", "glm5_next", "bailing_hybrid"), "recurrent"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "an indexer chooses"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), "multi-head latent attention"),
-    **dict.fromkeys(("gemma3", "gemma4", "llama4", "mistral3", "qwen2_vl", "qwen3_vl"), "multimodal model"),
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
-    "llama4_text": "chunked attention",
+    **dict.fromkeys(("llama4", "llama4_text"), "chunked attention"),
     "gemma3n_text": "KV of other layers",
 }
 """Families of today, with their defaults, and a part of the reason."""
@@ -103,12 +102,11 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError):
             load_model(folder)
 
-    def test_multimodal_rotary_embedding(self) -> None:
+    def test_multimodal_models_are_not_planned_without_weights(self) -> None:
         from transformers import Qwen2VLConfig
 
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        with pytest.raises(UnsupportedModelError, match="multimodal rotary"):
-            check_supported(Qwen2VLConfig(text_config={"rope_parameters": rope}), "m")
+        with pytest.raises(UnsupportedModelError, match=r"'qwen2_vl', which is not known without its weights.*llama"):
+            check_supported(Qwen2VLConfig(), "m", planned=True)
 
     def test_quantised_weights(self) -> None:
         config = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})

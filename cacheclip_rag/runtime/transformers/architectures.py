@@ -79,8 +79,9 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             f"is an encoder-decoder ({model_type!r}): it reads the prompt in both directions, so no part of it "
             "can be computed ahead",
         )
+    text = config.get_text_config(decoder=True)
     if model_type not in SUPPORTED:
-        text, kinds = getattr(config, "text_config", config), _layer_types(config)
+        kinds = _layer_types(text)
         state = any(getattr(text, field, None) for field in _STATE_SIZES)
         if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE} or state:
             _refuse(
@@ -90,10 +91,6 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
         if getattr(text, "kv_lora_rank", None):
             _refuse(name, f"({model_type!r}) keeps compressed KV (multi-head latent attention), not keys and values")
-        if any("mrope_section" in rope for rope in _ropes(getattr(config, "text_config", config))):
-            _refuse(name, f"({model_type!r}) uses multimodal rotary embedding, whose positions depend on images")
-        if getattr(config, "text_config", None) is not None:
-            _refuse(name, f"({model_type!r}) is a multimodal model; only text-only checkpoints are reused")
         if "chunked_attention" in kinds:
             _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
         if getattr(text, "num_kv_shared_layers", None):
@@ -102,9 +99,9 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             check_architecture(model_type, name)
     if getattr(config, "quantization_config", None) and not planned:
         _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(text, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")
-    for rope in _ropes(config):
+    for rope in _ropes(text):
         rope_type = rope.get("rope_type", "default")
         if rope_type not in (*_EXACT_ROPE_TYPES, *_PINNED_ROPE_TYPES):
             known = ", ".join((*_EXACT_ROPE_TYPES, *_PINNED_ROPE_TYPES))
@@ -146,7 +143,6 @@ def _ropes(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _layer_types(config: Any) -> set[str]:
-    config = getattr(config, "text_config", config)
     return set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
 
 

@@ -163,7 +163,7 @@ class ModelRuntime(TextModel):
                 input_ids=ids[None].to(self.device),
                 use_cache=True,
                 logits_to_keep=1,
-                **cache_argument(self.model, cache),
+                **cache_argument(self.model.base_model, cache),
             )
         return cache, output.logits[0, -1]
 
@@ -217,7 +217,7 @@ class ModelRuntime(TextModel):
             "position_ids": positions[None].to(self.device),
             "use_cache": True,
             "cacheclip_pattern": pattern,
-            **cache_argument(self.model, cache),
+            **cache_argument(self.model.base_model, cache),
         }
         try:
             with self.pass_lock:
@@ -276,7 +276,7 @@ class ModelRuntime(TextModel):
                 input_ids=torch.tensor([[token_id]], device=self.device),
                 position_ids=torch.tensor([[position]], device=self.device),
                 use_cache=True,
-                **cache_argument(self.model, state),
+                **cache_argument(self.model.base_model, state),
             )
         following: torch.Tensor = output.logits[0, -1]
         return following
@@ -297,7 +297,7 @@ class ModelRuntime(TextModel):
                     position_ids=torch.tensor([positions], device=self.device),
                     use_cache=True,
                     cacheclip_steps=states,
-                    **cache_argument(self.model, Cache(layers=layers)),
+                    **cache_argument(self.model.base_model, Cache(layers=layers)),
                 )
         except BaseException:
             for state, slot in zip(states, slots, strict=True):

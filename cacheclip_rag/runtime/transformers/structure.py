@@ -134,7 +134,7 @@ def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tupl
             position_ids=torch.tensor([_POSITIONS], device=device),
             use_cache=True,
             cacheclip_look=sight,
-            **cache_argument(model, cache),
+            **cache_argument(decoder_of(model), cache),
         )
     except UnsupportedModelError as error:
         raise _Unclear(first_line(error)) from None

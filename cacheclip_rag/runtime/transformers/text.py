@@ -84,6 +84,9 @@ class ChatText(Runtime):
     """Renders messages by the chat template of :attr:`tokenizer`, which may be no tokenizer of transformers, but has
     its ``chat_template``, ``get_chat_template`` and ``apply_chat_template``."""
 
+    wants_parts = False
+    """Whether the template reads lists of parts and leaves out texts, as some of multimodal models do."""
+
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
@@ -112,7 +115,7 @@ class ChatText(Runtime):
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages),
+                    [_in_parts(message) for message in messages] if self.wants_parts else list(messages),
                     tokenize=False,
                     add_generation_prompt=True,
                     chat_template=counted(template, f"{__name__}.{template_step.__name__}"),
@@ -150,6 +153,15 @@ class ChatText(Runtime):
         except ConfigurationError:  # it wants other roles
             return True
         return True
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
+def _writes_text(model: ChatText) -> bool:
+    return _PROBE in model.render_chat([{"role": "user", "content": _PROBE}])
 
 
 class TextModel(ChatText):
@@ -204,6 +216,13 @@ class TextModel(ChatText):
                 f"{self._model.config.vocab_size}, got {found.ids}. Fetch tokenizer.json and config.json again."
             )
         assert isinstance(self.opening, str)
+        with contextlib.suppress(ConfigurationError):  # it wants other roles
+            self.wants_parts = self.has_chat_template and not _writes_text(self)
+            if self.wants_parts and not _writes_text(self):
+                raise ModelError(
+                    f"the chat template of {self.name!r} leaves out what a user's message says. Expected one that "
+                    "writes text, or a list of parts. Take the one of the model's publisher."
+                )
 
     def least_tokens(self, text: str) -> int:
         return self._least_tokens(text) if self._least_tokens is not None else 0
@@ -262,7 +281,8 @@ class TextModel(ChatText):
 def eos_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
     found: set[int] = set()
-    for source in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for owner in (model.generation_config, model.config, tokenizer):
+        source = getattr(owner, "eos_token_id", None)
         found.update([source] if isinstance(source, int) else source or [])
     for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
         token_id = tokenizer.convert_tokens_to_ids(token)
