@@ -33,6 +33,7 @@ CHANGES_NO_ANSWER: Mapping[str, str] = {
     "namespace": "whose KV it is",
     "memory_bytes": "where KV lies",
     "max_bytes": "what was evicted is computed as fresh text",
+    "store_prompts": "where exact KV lies; it is compared with checksums",
     "moved": "no certificate covers moved KV; where one is required, none is moved",
     "on_miss": "what is missing is computed as fresh text",
     "recompute_ratio": "each ratio has figures of its own",
