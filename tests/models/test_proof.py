@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable
@@ -35,12 +36,23 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_neox": {},
     "ministral3": {},
     "olmo3": _WINDOWS,
     "starcoder2": {},
 }
 """Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
 without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position."""
+
+
+def skip_unless_known(architecture: str) -> None:
+    if architecture not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {architecture}")
+    if (
+        architecture == "ministral3"
+        and "cache_position" in inspect.signature(modeling_llama.LlamaModel.forward).parameters
+    ):
+        pytest.skip("this transformers scales its queries by the number of cached tokens: it is refused")
 
 
 @pytest.fixture
@@ -55,8 +67,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_architecture_that_no_list_names_is_exact(
     architecture: str, tiny_models: dict[str, str], tmp_path: Path
 ) -> None:
-    if architecture not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {architecture}")
+    skip_unless_known(architecture)
     folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
     case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
     segments = [span.segment for span in case.layout.spans]
@@ -160,6 +171,18 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         ),
         r"failed the proof .*steps by",
     ),
+    "a scale by the number of cached tokens": (
+        _patched(
+            modeling_llama.LlamaAttention,
+            "forward",
+            lambda forward: (
+                lambda self, hidden_states, **kwargs: forward(
+                    self, hidden_states * (1 + 1e-7 * _cached(kwargs)), **kwargs
+                )
+            ),
+        ),
+        r"failed the proof .*in length by",
+    ),
     "keys assembled a position late": (
         _patched(cache, "rotate", lambda turn: lambda keys, tables, *dtype: turn(keys, _late(tables), *dtype)),
         r"failed the proof .*stored by .*moved by",
@@ -174,6 +197,11 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
 }
 """Planted in the class, or in our runtime: what is planted, and the reason of the refusal."""
+
+
+def _cached(kwargs: dict[str, Any]) -> int:
+    held = kwargs.get("cache", kwargs.get("past_key_values"))
+    return 0 if held is None else int(held.get_seq_length())
 
 
 def _late(tables: Tables | None) -> Tables | None:
@@ -266,8 +294,7 @@ class TestVerdict:
 class TestTablesThatAreHanded:
     def test_not_to_layers_that_use_positions_otherwise(self, tmp_path: Path) -> None:
         """Ministral 3 scales queries by their position: handing on tables would lose it."""
-        if "ministral3" not in CONFIG_MAPPING:
-            pytest.skip("this transformers has no ministral3")
+        skip_unless_known("ministral3")
         assert not load_model(str(build_model(tmp_path, tiny_spec("ministral3")))).rotary.hands_tables
 
     def test_not_if_they_make_another_number(

@@ -26,6 +26,8 @@ from .rotary import Tables
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+"""What decoder layers call the cache, by class and version."""
 ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
 _LONG = 4096
@@ -332,7 +334,7 @@ def _enter_last(
         return hidden, kwargs
     with suppress(PassEnded):
         layer.forward(hidden, **{**kwargs, "cacheclip_pattern": replace(pattern, last_rows=0)})
-    cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))  # see cache_argument
+    cache: Any = next(kwargs[name] for name in _CACHE_NAMES if name in kwargs)
     slots = cache.layers[-1].slots_on_cpu[-needed:]
     cache.scatter(slots)
     rows = torch.arange(num_rows - needed, num_rows)

@@ -26,11 +26,11 @@ from .structure import check_numbers
 
 logger = logging.getLogger(__name__)
 
-_METHOD = 1
+_METHOD = 2
 """Of the proof: verdicts of another one are not taken."""
 _NUM_TOKENS, _HALF = 48, 24
 _FAR = 1 << 15
-"""A position at which what depends on it beside the rotation shows."""
+"""A position, or a length, at which what depends on it beside the rotation shows."""
 _PLANTED = "planted"
 _SEEDS = (7, 8)
 """The second one decides where the first one fails: routers of experts may be tied by chance."""
@@ -146,6 +146,7 @@ def _gaps(runtime: Any, seed: int) -> tuple[dict[str, float], bool]:
     cache.fill_all([(0, context), (_HALF, tail)])
     gaps["stored"] = _gap(runtime.extend(cache, ids[last:], last), expected[last])
     gaps["moved"] = _gap_of_moved(runtime, ids[:_HALF], context)
+    gaps["length"] = _gap_of_lengths(runtime, ids[:6])
     return gaps, _hands_tables(runtime, ids[:6])
 
 
@@ -190,6 +191,19 @@ def _gap_of_moved(runtime: Any, ids: torch.Tensor, kv: torch.Tensor) -> float:
         (_gap(layer.keys[0, :, here], keys), _gap(layer.values[0, :, here], values)) for layer, (keys, values) in pairs
     )
     return max(map(max, gaps))
+
+
+def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
+    """What a long cache changes beside the keys in it: rows have positions, and a model that counts the tokens of the
+    cache instead would be wrong for scattered rows of long prompts."""
+    slots = torch.arange(len(ids))
+    logits = []
+    for length in (0, _FAR):
+        cache = runtime.new_cache(len(ids))
+        for counting in (cache, *cache.layers):
+            counting.get_seq_length = lambda *args, length=length: length
+        logits.append(runtime.run_rows(cache, ids, slots, causal_pattern(slots, runtime.device)))
+    return _gap(logits[1], logits[0])
 
 
 def _hands_tables(runtime: Any, ids: torch.Tensor) -> bool:
