@@ -20,7 +20,7 @@ from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.base import Observer
 from cacheclip_rag.runtime.prompt_cache import PromptCache
-from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, Tiers
+from cacheclip_rag.store import Catalog, ChunkStore, Sources, TenantStore, Tiers
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, rag
@@ -159,7 +159,7 @@ PRECOMPUTE: list[tuple[Owner | None, str, int]] = [
     *((lambda engine: TenantStore, "put", at) for at in (6, 9)),
     (lambda engine: Tiers, "put", 6),
     *((lambda engine: ChunkTexts, "add", at) for at in (3, 6)),
-    *((lambda engine: ChunkTexts, "add_source", at) for at in (2, 5)),
+    *((lambda engine: Sources, "add", at) for at in (2, 5)),
     *((None, "stored", at) for at in (2, 3)),
     (lambda engine: ChunkStore, "commit", 1),
 ]
