@@ -323,12 +323,12 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
 
 def _read(name: str, file: str, read: Callable[[], _T]) -> _T:
     """Run a loader, and turn its errors into ModelError with the file's name. A damaged file raises anything."""
-    import torch
-
     try:
         return read()
     except BaseException as error:
-        is_ours = isinstance(error, CacheClipError | MemoryError | torch.OutOfMemoryError)
+        from ..runtime.transformers.structure import is_out_of_memory
+
+        is_ours = isinstance(error, CacheClipError) or is_out_of_memory(error)
         if is_ours or not (isinstance(error, Exception) or is_panic(error)):
             raise
         if "trust_remote_code" in str(error):

@@ -82,7 +82,7 @@ def test_memory_holds_weights_once(change: Callable[[torch.nn.Module], None], tm
     assert resident_kib() >= 4096
     change(layer)
     assert resident_kib() < 64
-    torch.testing.assert_close(layer(rows), expected)
+    torch.testing.assert_close(layer(rows), expected, rtol=1e-5, atol=0.0)  # its sums are in another order
     torch.testing.assert_close(rows @ mapped.T, expected)  # who still has the mapped weight reads the file again
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_testing.tiny import TINY_MODELS, build_model, tiny_spec
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 from cacheclip_rag.base.errors import UnsupportedModelError
 from cacheclip_rag.models.load import load_model, unload_models
-from cacheclip_rag.runtime.transformers import attention, cache, model, proof
+from cacheclip_rag.runtime.transformers import attention, cache, model, proof, structure
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
 from tests.conftest import CHUNKS
@@ -222,14 +225,33 @@ def test_a_planted_mistake_is_refused(
     load_model(tiny_models["llama"])
 
 
+_WRONG = (["0", math.nan, -1.0, 1e-3], ["0", math.nan, 1e-5])
+"""Gaps that prove nothing, and those of wrong positions."""
+
+
+def test_a_model_with_embeddings_that_are_zero_is_no_other(
+    home: Path, tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_models["llama"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    table = weights["model.embed_tokens.weight"]
+    count = len(table) // 4
+    table[:count] = 0.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    runtime = load_model(str(folder))
+    tokens = structure.ordinary_tokens(runtime.model)
+    assert int(tokens.min()) >= count and len(tokens) > count
+    assert {*proof._ordinary_ids(runtime).tolist()} <= {*tokens.tolist()}
+
+
 def test_a_proof_that_sees_no_wrong_positions_is_none(
     home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = proof._gaps
 
     def blind(runtime: Any, seed: int) -> Any:
-        gaps, hands_tables = original(runtime, seed)
-        return {**gaps, "planted": gaps["recompute"]}, hands_tables
+        gaps = original(runtime, seed)
+        return {**gaps, "planted": gaps["recompute"]}
 
     monkeypatch.setattr(proof, "_gaps", blind)
     with pytest.raises(UnsupportedModelError, match="wrong positions do not show"):
@@ -260,7 +282,22 @@ class TestVerdict:
         assert verdict["hands_tables"] is True and max(verdict["gaps"].values()) == verdict["gaps"]["planted"] > BROKEN
         assert load(first) == 1
         assert load(other) == 2 and load(first, dtype="bfloat16") == 3
-        for damage in (b"", b"{", b"[]", b'{"gaps": {"prefill": "0"}, "hands_tables": true}', b'{"gaps": {}}', b"\xff"):
+        unproven = [
+            json.dumps({**verdict, "gaps": gaps}).encode()
+            for gaps in (
+                {},
+                *({**verdict["gaps"], what: wrong} for what in verdict["gaps"] for wrong in _WRONG[what == "planted"]),
+            )
+        ]
+        for damage in (
+            b"",
+            b"{",
+            b"[]",
+            b'{"gaps": {"prefill": "0"}, "hands_tables": true}',
+            b'{"gaps": {}}',
+            b"\xff",
+            *unproven,
+        ):
             memo.write_bytes(damage)
             count = len(proven)
             assert load(first) == count + 1 and json.loads(memo.read_text()).keys() == verdict.keys()
@@ -268,18 +305,59 @@ class TestVerdict:
         count = len(proven)
         assert load(first) == count + 1
 
-    def test_a_tie_by_chance_is_decided_by_the_second_seed(
+    def test_a_check_is_wrong_if_it_fails_for_every_seed(
         self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        original = proof._gaps
+        """Experts are tied by chance, in another check for each seed."""
+        original, last = proof._gaps, proof._SEEDS[-1]
+        tied = dict(zip(proof._SEEDS, ["prefill", "steps", "decoding", "stored"], strict=True))
 
-        def tied(runtime: Any, seed: int) -> Any:
-            gaps, hands_tables = original(runtime, seed)
-            return ({**gaps, "prefill": 1.0} if seed == proof._SEEDS[0] else gaps), hands_tables
+        def by_chance(runtime: Any, seed: int) -> dict[str, float]:
+            return {**original(runtime, seed), "moved": float(seed < last), tied[seed]: 1.0}
 
-        monkeypatch.setattr(proof, "_gaps", tied)
+        monkeypatch.setattr(proof, "_gaps", by_chance)
         load_model(tiny_models["mixtral"])
-        assert list((home / "proofs").glob("*.json"))
+        (memo,) = (home / "proofs").glob("*.json")
+        assert json.loads(memo.read_text())["gaps"]["stored"] < 1e-4
+        unload_models()
+        memo.unlink()
+        monkeypatch.setattr(proof, "_gaps", lambda *args: {**by_chance(*args), "moved": 1.0})
+        with pytest.raises(UnsupportedModelError, match="differs from the unmodified model in moved by 1[.]"):
+            load_model(tiny_models["mixtral"])
+
+    @pytest.mark.parametrize(
+        ("change", "value"),
+        [("layer_devices", [torch.device("cpu", 1)]), ("is_offloaded", True), ("sources", "edited")],
+    )
+    def test_is_of_these_devices_and_sources(
+        self, change: str, value: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime = load_model(tiny_models["llama"])
+        memo = proof._memo(runtime)
+        assert memo == proof._memo(runtime) and memo.exists()
+        if change == "sources":
+            monkeypatch.setattr(proof, "_sources", lambda: value)
+        else:
+            monkeypatch.setattr(runtime, change, value)
+        assert proof._memo(runtime) != memo
+
+    @pytest.mark.parametrize(
+        "error", [torch.OutOfMemoryError("full"), MemoryError(), RuntimeError("DefaultCPUAllocator: 1")]
+    )
+    @pytest.mark.parametrize("place", ["pattern_attention", "check_numbers", "embeddings"])
+    def test_says_nothing_of_a_model_when_memory_is_short(
+        self, place: str, error: Exception, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While it is looked at, proven, and while its layers are handed tables."""
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        where = {"pattern_attention": structure, "check_numbers": proof, "embeddings": ModelRotary}[place]
+        monkeypatch.setattr(where, place, full)
+        with pytest.raises(type(error)) as caught:
+            load_model(tiny_models["llama"])
+        assert caught.value is error and not list(home.glob("proofs/*"))
 
     def test_that_is_no_longer_written(
         self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -89,9 +89,9 @@ class ModelRuntime(TextModel):
         self.layer_devices = [device_of(layer) for layer in layers]
         install_layer_hooks(list(layers))
         self.pinned_rope: bool = has_pinned_rope(config)
-        self._offloaded = _is_offloaded(model)
+        self.is_offloaded = _is_offloaded(model)
         # a pinned rotary module changes its frequencies in place with the length of each pass
-        one_at_a_time = self.pinned_rope or self._offloaded
+        one_at_a_time = self.pinned_rope or self.is_offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         """Held during a pass."""
         modules = rotary_modules(model)
@@ -101,7 +101,7 @@ class ModelRuntime(TextModel):
 
     def check(self) -> None:
         super().check()
-        if not self._offloaded and self.model.device.type != "meta":
+        if not self.is_offloaded and self.model.device.type != "meta":
             self.encode([0, 0])  # without the vocabulary, whose packed weights a model that only scores never has
 
     # -- KV -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ModelRuntime(TextModel):
         layers = []
         for device in self.layer_devices:
             layer = FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, shared.get(device))
-            if one_layer and not self._offloaded:  # whose layers are all filled before the pass
+            if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(device, layer)
             layers.append(layer)
         cache = FusedCache(layers=layers)
@@ -200,12 +200,12 @@ class ModelRuntime(TextModel):
             not ``head``: the pass ends with the last layer's KV.
         """
         assert not head or pattern.probe is None or pattern.probe.stop is None, "a pass that ends early has no logits"
-        if not self._offloaded:
+        if not self.is_offloaded:
             pattern = replace(pattern, last_rows=logits_to_keep if head else 0)
         elif pattern.probe is not None:
             # hooks after each layer move weights away again, and an exception would skip them
             pattern = replace(pattern, probe=replace(pattern.probe, stop=None))
-        if self._offloaded and pattern.before_layer is not None:  # it may raise, too
+        if self.is_offloaded and pattern.before_layer is not None:  # it may raise, too
             for layer in range(self.num_layers):
                 pattern.before_layer(layer)
             pattern = replace(pattern, before_layer=None)
@@ -286,7 +286,7 @@ class ModelRuntime(TextModel):
         """One pass in which each state's token is a row of its own: the weights are read once for all."""
         slots = [state.get_seq_length() for state in states]
         alone = any(state.geometry is not None and _needs_pattern(self.model, state.geometry) for state in states)
-        if len(states) == 1 or alone or self.pinned_rope or self._offloaded:
+        if len(states) == 1 or alone or self.pinned_rope or self.is_offloaded:
             return super().decode_steps(states, token_ids)
         positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
         layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]

@@ -26,7 +26,8 @@ from .cache import cache_argument
 from .rotary import Reading, RotaryForm, Tables, made_tables, unrotate
 
 _LOOK_NAME = "cacheclip-look"
-_TOKEN = 11
+_NUM_EMBEDDINGS = 4096
+"""The first ones, among which tokens are chosen."""
 _POSITIONS = (0, 1, 5, 17, 40, 1500)
 """The last one tells slow frequencies apart."""
 _TOLERANCE = {torch.float32: 1e-2}
@@ -101,6 +102,24 @@ def find_structure(model: Any, name: str, device: torch.device) -> Structure:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, which says nothing of a model."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def ordinary_tokens(model: Any) -> torch.Tensor:
+    """Tokens, among the first, whose embeddings have an ordinary length. Those of tokens that were never trained may be
+    zero, which tells nothing."""
+    weight = model.get_input_embeddings().weight[:_NUM_EMBEDDINGS]
+    if not weight.is_meta:  # accelerate moves it in passes only
+        lengths: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).cpu()
+        typical = lengths[lengths > 0].median()  # NaN if there are none
+        tokens = ((lengths > typical / 2) & (lengths < 2 * typical)).nonzero()[:, 0]
+        if len(tokens):
+            return tokens
+    return torch.arange(len(weight))
+
+
 def check_numbers(computed: torch.Tensor, name: str) -> None:
     """Raise ModelError if what a model computes has NaN."""
     if computed.isnan().any():
@@ -128,9 +147,10 @@ def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tupl
     count = len(_POSITIONS)
     blocks = [Block.of(slice(i, i + 1), slice(i, i + 1), torch.zeros(1, dtype=torch.int64)) for i in range(count)]
     sight, cache = _Sight(AttentionPattern(blocks)), DynamicCache()
+    tokens = ordinary_tokens(model)
     try:
         decoder_of(model)(
-            input_ids=torch.full((1, count), _TOKEN, device=device),
+            input_ids=torch.full((1, count), int(tokens[len(tokens) // 2]), device=device),
             position_ids=torch.tensor([_POSITIONS], device=device),
             use_cache=True,
             cacheclip_look=sight,
@@ -141,6 +161,8 @@ def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tupl
     except _Unclear:
         raise
     except Exception as error:  # a class of any form
+        if is_out_of_memory(error):
+            raise
         raise _Unclear(f"one pass failed ({type(error).__name__}: {first_line(error)})") from error
     if sight.layers != {*range(num_layers)}:
         raise _Unclear("its layers do not attend through transformers' AttentionInterface")
