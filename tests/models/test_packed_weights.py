@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing.tiny import build_model, tiny_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.models.load import load_model, unload_models
+from cacheclip_rag.runtime.transformers import packed_weights
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.packed_weights import PackedLinear, pack_weights
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
@@ -84,6 +86,28 @@ def test_memory_holds_weights_once(change: Callable[[torch.nn.Module], None], tm
     assert resident_kib() < 64
     torch.testing.assert_close(layer(rows), expected, rtol=1e-5, atol=0.0)  # its sums are in another order
     torch.testing.assert_close(rows @ mapped.T, expected)  # who still has the mapped weight reads the file again
+
+
+def test_a_load_leaves_shared_weights_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first load too, whose proof uses them."""
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    if not packs():  # the same copies, which this processor can multiply
+
+        def pack(layer: PackedLinear) -> Any:
+            layer.weight = torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+            return layer.weight
+
+        monkeypatch.setattr(packed_weights, "_gains", lambda weight: True)
+        monkeypatch.setattr(PackedLinear, "pack", pack)
+        monkeypatch.setattr(
+            PackedLinear, "forward", lambda layer, inputs: torch.nn.functional.linear(inputs, layer.pack(), layer.bias)
+        )
+    spec = tiny_spec("llama", tie_word_embeddings=True)
+    runtime = load_model(str(build_model(tmp_path, spec)), dtype="bfloat16")
+    head, table = runtime.model.lm_head, runtime.model.get_input_embeddings()
+    assert type(head) is PackedLinear and head.weight is table.weight
+    runtime.prefill(torch.arange(5, 9), 8)
+    assert head.weight is not table.weight
 
 
 @pytest.mark.skipif(not packs(), reason="this processor does not multiply bfloat16")

@@ -211,18 +211,42 @@ def _late(tables: Tables | None) -> Tables | None:
     return None if tables is None else tables.map(lambda table: table.roll(-1, 0))
 
 
+_FINE = ("another scale of the products", "a scale by the number of cached tokens")
+"""Smaller than rounding in 16 bits."""
+
+
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    ("mistake", "dtype"),
+    [(name, dtype) for name in MISTAKES for dtype in ("float32", "bfloat16")[: 1 if name in _FINE else 2]],
+)
 def test_a_planted_mistake_is_refused(
-    mistake: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    mistake: str, dtype: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, reason = MISTAKES[mistake]
     plant(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=reason):
-        load_model(tiny_models["llama"])
+        load_model(tiny_models["llama"], dtype=dtype)
     unload_models()
     monkeypatch.undo()
-    load_model(tiny_models["llama"])
+    load_model(tiny_models["llama"], dtype=dtype)
+
+
+@pytest.mark.usefixtures("home")
+def test_another_scale_is_refused_in_16_bits(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a fifth on."""
+    rule = attention.AttentionRule
+    monkeypatch.setattr(attention, "AttentionRule", lambda scaling, **settings: rule(scaling=scaling * 1.3, **settings))
+    with pytest.raises(UnsupportedModelError, match=r"failed the proof .*steps by"):
+        load_model(tiny_models["llama"], dtype="bfloat16")
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("seed", [4, 7])
+def test_many_experts_are_taken_in_16_bits(seed: int, tmp_path: Path) -> None:
+    """Rounding alone chooses others now and then, which changes more than some mistakes."""
+    spec = tiny_spec("qwen3_moe", num_hidden_layers=12, num_experts=32, **{**_EXPERTS, "num_experts_per_tok": 4})
+    load_model(str(build_model(tmp_path, spec, seed=seed)), dtype="bfloat16")
 
 
 _WRONG = (["0", math.nan, -1.0, 1e-3], ["0", math.nan, 1e-5])

@@ -14,6 +14,8 @@ import ctypes
 import platform
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +58,17 @@ def pack_weights(model: nn.Module) -> None:
             _trim()
     if num_bytes:
         _trim()
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the weights lie as they did, whatever passes have packed meanwhile."""
+    weights = [(module, module.weight) for module in model.modules() if isinstance(module, PackedLinear)]
+    try:
+        yield
+    finally:
+        for module, weight in weights:
+            module.weight = weight
 
 
 def _gains(weight: torch.Tensor) -> bool:
