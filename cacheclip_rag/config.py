@@ -123,8 +123,8 @@ class EngineConfig:
         "Whether exact KV of prompts goes into the store, too, while no answer is under way: after a restart, "
         "conversations go on from there.",
     )
-    """It needs a limit of the store: each token takes as many bytes as one of a chunk. It is evicted before chunks, and
-    deleted with anything that is released."""
+    """It needs ``max_bytes``: each token takes as many bytes as one of a chunk. It takes room that is free, never a
+    chunk's, and is deleted with anything that is released."""
     moved: str = _setting(
         "on",
         "Whether KV that earlier prompts left is used for the same tokens at another position or behind other text: "
@@ -171,6 +171,8 @@ class EngineConfig:
         check_flag("store_prompts", self.store_prompts)
         if self.store_prompts and (self.store is None or is_url(self.store)):
             raise ConfigurationError(f"store_prompts needs a folder as store, got store={self.store!r}.")
+        if self.store_prompts and not self.max_bytes:
+            raise ConfigurationError("store_prompts stores the KV of every prompt: limit the store with max_bytes.")
         if self.codec is not None:
             check_choice("codec", self.codec, _CODECS)
         if self.store is not None:

@@ -120,7 +120,8 @@ class Parts:
 
     def close(self) -> None:
         if self._stored_prompts is not None:
-            self._stored_prompts.finish()
+            while not self._stored_prompts.step():
+                pass
         self.drop_kv()
         with self._lock:
             if self._tenant is not None:

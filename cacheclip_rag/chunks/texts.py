@@ -35,13 +35,13 @@ class ChunkTexts:
             [text for text in texts if self._store.holds_text(text)]
         )  # another process stored them meanwhile
         self.forget_learned(texts)
-        self._catalog.note_erasure(self._namespace)  # last, and for texts without an entry too: prompts may hold them
+        self._store.note_erasure()  # last, and for texts without an entry too: prompts may hold them
         return released
 
     def evict(self, text: str) -> None:
         """Delete a text and its KV to make room. It may stay in the KV of earlier prompts, as after :meth:`release` it
         does not."""
-        self._store.release([text])
+        self._store.release([text], erases=False)
         self.index.remove([text])
         self.forget_learned([text])
 

@@ -27,20 +27,27 @@ class Announcements:
         self._database = database
 
     def reserve(
-        self, namespace: str, key: str, num_bytes: int, writer: str, evict: Callable[[list[str]], None]
+        self,
+        namespace: str,
+        key: str,
+        num_bytes: int,
+        writer: str,
+        evict: Callable[[list[str]], None],
+        *,
+        of_prompt: bool = False,
     ) -> tuple[int | None, int]:
         """Make room for a payload and announce its write: the number of the write, or None if there is no room, and the
         number of entries evicted. ``evict`` is called inside the transaction, so that their room cannot be taken twice.
 
         A tenant above its quota loses its own least recently used entries. Above the store's limit, the tenant with the
         most bytes loses its least recently used ones, so that one tenant's flood evicts none of the others. The write
-        must end with :meth:`finish` or :meth:`abandon`."""
+        must end with :meth:`finish` or :meth:`abandon`. ``of_prompt``: only KV of prompts is evicted."""
         with self._database.transaction() as run:
             holder = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
             if holder is not None and holder[0] != namespace:
                 raise StoreError(f"the key {key[:12]}… belongs to another tenant. Make keys with chunk_key.")
-            fits, evicted = make_room(run, namespace, key, num_bytes, evict)
-            if not fits and run("SELECT 1 FROM writes").fetchone() is None:
+            fits, evicted = make_room(run, namespace, key, num_bytes, evict, of_prompt=of_prompt)
+            if not fits and not of_prompt and run("SELECT 1 FROM writes").fetchone() is None:
                 raise StoreError(
                     "no room for a chunk cache, though nothing else is being written: the catalog contradicts itself. "
                     "Run cacheclip store repair."

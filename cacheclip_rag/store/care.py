@@ -316,7 +316,7 @@ def _clear_source(store: ChunkStore, namespace: str, source: str) -> int:
         sources.remove(namespace, [source])
     finally:
         if texts:
-            store.catalog.note_erasure(namespace)
+            tenant.note_erasure()
     return len(texts)
 
 

@@ -19,7 +19,7 @@ from ..base.keys import is_key, text_digest
 from ..finding.texts import SCHEMA as TEXTS_SCHEMA, TextIndex
 from .announcements import Announcements
 from .entries import COLUMNS, Entry, Total, correct, record, take_uses
-from .eviction import BATCH, EVERYONE, Run
+from .eviction import BATCH, EVERYONE, PROMPTS, Run
 from .limits import StoreLimits
 from .sources import SCHEMA as SOURCES_SCHEMA, Sources
 
@@ -108,8 +108,8 @@ class SqliteCatalog(Closing, ABC):
 
     def has_texts(self, namespace: str) -> bool:
         """Whether a tenant has an entry of any text."""
-        sql = f"SELECT 1 FROM {self.entry_table} WHERE namespace = ? AND digest >= x'' LIMIT 1"
-        return bool(self.database.query(sql, (namespace,)))
+        sql = f"SELECT 1 FROM {self.entry_table} WHERE namespace = ? AND digest > ? LIMIT 1"
+        return bool(self.database.query(sql, (namespace, PROMPTS)))
 
     def erasures(self, namespace: str) -> int | None:
         """A number that changes when something of a tenant is erased; 0: nothing was; None: there is no catalog."""
@@ -169,14 +169,22 @@ class Catalog(SqliteCatalog):
             for number, key in enumerate(keys):
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
 
-    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+    def remove(
+        self,
+        namespace: str,
+        keys: Sequence[str],
+        delete: Callable[[Sequence[str]], int] | None = None,
+        *,
+        erases: bool = True,
+    ) -> int:
         """Remove a tenant's entries; returns how many existed. ``delete`` deletes their payloads, and is called inside
-        the transaction, so that no entry is lost whose payload another process writes meanwhile."""
+        the transaction, so that no entry is lost whose payload another process writes meanwhile. ``erases``: KV that
+        processes hold of the tenant goes, too."""
         with self.database.transaction() as run:
             deleted = delete(keys) if delete is not None else 0
             sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
             removed = sum([run(sql, (key, namespace)).rowcount for key in keys])
-            if removed:
+            if removed and erases:
                 erase(run, namespace)
             return max(deleted, removed)
 

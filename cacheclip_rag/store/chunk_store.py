@@ -28,6 +28,7 @@ from .backend import Backend
 from .catalog import FILE_NAME, Catalog
 from .codecs import Frame, FrameError
 from .disk import DiskBackend
+from .eviction import PROMPTS
 from .memory import MemoryBackend, check_limit
 from .process import Writer
 from .tiered import StoreStats, TieredStore
@@ -145,11 +146,11 @@ class ChunkStore(TieredStore):
 
     def write(self, namespace: str, key: str, data: bytearray) -> bool:
         """Write a payload and its entry; False if it does not fit the limits. See :meth:`TenantStore.put`."""
-        size = self.tiers.round_up(len(data))
+        size, frame = self.tiers.round_up(len(data)), Frame.parse(data, key)
         try:
             self.complete()
             self.apply_limit()
-            number = self.writes.begin(namespace, key, size)
+            number = self.writes.begin(namespace, key, size, of_prompt=frame.digest == PROMPTS)
             if number is None:
                 return False
             try:
@@ -162,7 +163,7 @@ class ChunkStore(TieredStore):
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        self.writes.end(number, Frame.parse(data, key))
+        self.writes.end(number, frame)
         return True
 
     def sweep(self, most_s: float = math.inf) -> int:

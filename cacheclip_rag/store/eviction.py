@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..base.keys import is_key
@@ -31,11 +30,27 @@ Run = Callable[..., Any]
 """``run(sql, arguments)`` inside a transaction."""
 
 
+def _in_order(run: Run, tenant: str, of_prompt: bool) -> Iterator[tuple[str, int]]:
+    """Keys and bytes of a tenant's entries, some of them twice, in the order in which they are evicted."""
+    entries = "SELECT key, CAST(bytes AS INTEGER) FROM {} ORDER BY last_use, key"
+    yield from run(entries.format("entries WHERE namespace = ? AND digest = ?"), (tenant, PROMPTS))
+    if not of_prompt:
+        yield from run(entries.format(LEARNED_ENTRIES), (tenant, LEARNED))
+        yield from run(entries.format("entries WHERE namespace = ?"), (tenant,))
+
+
 def make_room(
-    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None], *, most: int | None = None
+    run: Run,
+    namespace: str,
+    key: str,
+    num_bytes: int,
+    evict: Callable[[list[str]], None],
+    *,
+    most: int | None = None,
+    of_prompt: bool = False,
 ) -> tuple[bool, int]:
     """Evict, about ``most`` entries at most, until ``num_bytes`` more fit for this tenant, in place of the entry of
-    ``key``: whether they fit, and the number of entries evicted."""
+    ``key``: whether they fit, and the number of entries evicted. ``of_prompt``: only KV of prompts is evicted."""
     evicted = 0
 
     def free(tenant: str, excess: int, keep: str) -> int:
@@ -43,13 +58,7 @@ def make_room(
         nonlocal evicted
         victims: dict[str, int] = {}
         room = 0
-        learned = f"SELECT key, CAST(bytes AS INTEGER) FROM {LEARNED_ENTRIES} ORDER BY last_use, key"
-        prompts = (
-            "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? AND digest = ? ORDER BY last_use, key"
-        )
-        others = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        ordered = (run(prompts, (tenant, PROMPTS)), run(learned, (tenant, LEARNED)), run(others, (tenant,)))
-        for victim, size in chain(*ordered):
+        for victim, size in _in_order(run, tenant, of_prompt):
             if room >= excess or (most is not None and len(victims) >= most):
                 break
             if victim != keep and victim not in victims:

@@ -246,10 +246,10 @@ class TenantStore(Closing):
             kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
             codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
             text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
-            of_prompt: KV of prompts is evicted first, and goes with everything that is deleted: it may have read it.
+            of_prompt: KV of a prompt. It is evicted before all else, and nothing else for it.
 
         Returns:
-            False if the KV is larger than the limit, and was not stored.
+            False if there is no room for the KV, which was not stored.
 
         Raises:
             ConfigurationError: an unknown codec, or numbers that the codec cannot store.
@@ -261,8 +261,8 @@ class TenantStore(Closing):
         self.flush()  # evict by all uses
         if self.promotes:
             self.chunk_store.erasures.watch(self.namespace, self)
-        if self.chunk_store.write(self.namespace, key, data):
-            return True
+        if (is_stored := self.chunk_store.write(self.namespace, key, data)) or of_prompt:
+            return is_stored
         message = "a chunk cache of %d bytes exceeds the store's limit or its tenant's, and is not stored"
         self.chunk_store.warn_once("limit", message, len(data))
         self.delete([key])  # an older version must not be read any more
@@ -272,22 +272,27 @@ class TenantStore(Closing):
         """Raise StoreError if nothing can be written now: another process uses the catalog, or it may only be read."""
         self.catalog.check_writable()
 
-    def delete(self, keys: Iterable[str]) -> int:
-        """Remove entries; returns how many existed. Keys of other tenants are left alone."""
+    def delete(self, keys: Iterable[str], *, erases: bool = True) -> int:
+        """Remove entries; returns how many existed. Keys of other tenants are left alone. ``erases``: KV that processes
+        hold of the tenant goes, too."""
         own = [key for key in keys if self._is_own(key)]
         if not own:
             return 0
         try:
-            if of_prompts := self.catalog.keys_of(self.namespace, PROMPTS):
-                self._remove(of_prompts)
-            return self._remove(own)
+            return self._remove(own, erases=erases)
         except OSError as error:
             raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
 
-    def release(self, texts: Iterable[str]) -> int:
-        """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
+    def release(self, texts: Iterable[str], *, erases: bool = True) -> int:
+        """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry.
+        ``erases``: KV that processes hold of the tenant goes, too."""
         keys = [self.catalog.keys_of(self.namespace, text_digest(text)) for text in texts]
-        return sum([self.delete(of_text) > 0 for of_text in keys])
+        return sum([self.delete(of_text, erases=erases) > 0 for of_text in keys])
+
+    def note_erasure(self) -> None:
+        """Let go, everywhere, what may have read an erased text: all KV of prompts, stored or held by a process."""
+        self.catalog.note_erasure(self.namespace)
+        self.delete(self.catalog.keys_of(self.namespace, PROMPTS), erases=False)
 
     def holds_text(self, text: str) -> bool:
         """Whether there is an entry of a text. False if the catalog cannot be used."""
@@ -386,8 +391,8 @@ class TenantStore(Closing):
             return frame if frame is not None and frame.namespace == self.namespace else None
         return None
 
-    def _remove(self, keys: Sequence[str]) -> int:
-        return self.catalog.remove(self.namespace, keys, self.chunk_store.tiers.delete)
+    def _remove(self, keys: Sequence[str], *, erases: bool) -> int:
+        return self.catalog.remove(self.namespace, keys, self.chunk_store.tiers.delete, erases=erases)
 
     def _correct(self, key: str) -> None:
         """Make the entry say what the medium holds."""
@@ -398,7 +403,7 @@ class TenantStore(Closing):
 
     def _remove_damaged(self, key: str) -> None:
         try:
-            self._remove([key])
+            self._remove([key], erases=False)
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.chunk_store.warn_once(
                 "removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error

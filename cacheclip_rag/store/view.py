@@ -73,9 +73,16 @@ class CatalogView(ErasuresView, Protocol):
     def use(self, keys: Sequence[str]) -> None:
         """Number these uses, in order."""
 
-    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+    def remove(
+        self,
+        namespace: str,
+        keys: Sequence[str],
+        delete: Callable[[Sequence[str]], int] | None = None,
+        *,
+        erases: bool = True,
+    ) -> int:
         """Remove a tenant's entries; returns how many existed. ``delete`` deletes their payloads, where a store deletes
-        any."""
+        any. ``erases``: KV that processes hold of the tenant goes, too."""
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
         """Make the entry say what the medium holds under a key. ``measure`` looks; whatever it raises, the entry

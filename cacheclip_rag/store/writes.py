@@ -50,8 +50,9 @@ class Writes:
         others._tiers, others._measure = tiers, measure
         return others
 
-    def begin(self, namespace: str, key: str, size: int) -> int | None:
-        """Number of the announced write, or None if the payload can never fit. Evicts what must go for it."""
+    def begin(self, namespace: str, key: str, size: int, *, of_prompt: bool = False) -> int | None:
+        """Number of the announced write, or None if the payload can never fit. Evicts what must go for it. With
+        ``of_prompt``, only KV of prompts is evicted: None if that is too little."""
         self._end_late()
         name = self.writer.name if self.writer is not None else ""
         limits = [self._catalog.limits.of_store, self._catalog.limits.quota(namespace)]
@@ -59,9 +60,11 @@ class Writes:
             return None
         until = time.monotonic() + _WAIT_S
         while True:
-            number, evicted = self._catalog.announcements.reserve(namespace, key, size, name, self.evict)
+            number, evicted = self._catalog.announcements.reserve(
+                namespace, key, size, name, self.evict, of_prompt=of_prompt
+            )
             self._tiers.count_evictions(evicted)
-            if number is not None:
+            if number is not None or of_prompt:
                 return number
             if time.monotonic() > until:
                 raise StoreError(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +102,8 @@ class TestErasure:
         engine.precompute([SENTENCES[0]])
         asked(engine, prompt)
         assert stored(engine)
-        other.release([SENTENCES[0]])
-        assert not stored(engine)
+        other.release(["a text that nobody stored"])
+        assert not stored(engine), "also by a text that has no entry"
         asked(other, prompt + " And now?")
         assert stored(engine), "what is read after it is stored again"
 
@@ -121,6 +124,7 @@ class TestErasure:
         engine.generate(prompt, SHORT, method="prefix")
         monkeypatch.setattr(type(engine.store), "put", late)
         engine.close()
+        assert not stored(engine)
         assert asked(start(), prompt) == 0
 
 
@@ -157,16 +161,66 @@ class TestStore:
     def test_a_damaged_entry_is_computed(self, start: Make, prompt: str) -> None:
         engine = start()
         asked(engine, prompt)
-        for key in stored(engine):
+        for key in (damaged := stored(engine)):
             path = engine.store.chunk_store.tiers.backends[-1].path_of(key)
             data = bytearray(path.read_bytes())
             data[-9] ^= 1
             path.write_bytes(data)
         later = start()
         assert asked(later, prompt) == 0
+        assert not {*damaged} - {*stored(later)}, "it is stored again, under the same key"
         assert later.generate(prompt, SHORT, method="prefix").token_ids == engine.generate(prompt, SHORT).token_ids
 
+    def test_it_takes_no_room_of_chunks(self, start: Make, prompt: str) -> None:
+        """Nor does a prompt that has too little room take its own: it would be written for ever."""
+        engine = start()
+        engine.precompute(SENTENCES[:6])
+        chunks = engine.store.stats().bytes
+        asked(engine, prompt)
+        entry = engine.store.catalog.entries_of("default", stored(engine)[:1]).popitem()[1].num_bytes
+        engine.release(["nothing"])
+        for room in (0, entry, 2 * entry + 1):
+            small = start(max_bytes=chunks + room)
+            asked(small, prompt + f" Of {room}?")
+            small.close()
+            assert all(map(small.is_stored, SENTENCES[:6])) and len(stored(small)) <= room // entry
+
+    def test_a_beginning_that_is_evicted_while_the_rest_is_read(
+        self, start: Make, prompt: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked(start(), prompt)
+        later = start()
+        ids = later.plan(prompt, method="prefix").layout.token_ids[:-1]
+        sources = later.parts.kv_sources(later.make_method("prefix"))
+        assert sources.stored_prompts is not None
+        sources.stored_prompts.restore(ids[:SIZE])
+        get = type(later.store).get
+
+        def late(*args: Any, **options: Any) -> Any:
+            cache = later.prefixes
+            while cache._free:
+                cache._remove(cache._free.popitem(last=False)[0])
+            return get(*args, **options)
+
+        monkeypatch.setattr(type(later.store), "get", late)
+        found = logits(later, prompt, later.make_method("prefix"))
+        monkeypatch.undo()
+        expected = logits(later, prompt, later.make_method("full")).logits
+        assert found.stats.cached_prefix_tokens > SIZE and float((found.logits - expected).abs().max()) < 1e-4
+
+    def test_a_busy_catalog_holds_up_no_answer(self, start: Make, prompt: str, tmp_path: Path) -> None:
+        engine = start()
+        engine.precompute(SENTENCES[:1])
+        with closing(sqlite3.connect(tmp_path / "kv" / "catalog.sqlite3")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            began = time.monotonic()
+            asked(engine, prompt)
+            asked(engine, "Hello")
+            engine.close()
+            assert time.monotonic() - began < 10
+        assert not stored(start())
+
     def test_what_it_needs(self, make: Make, tmp_path: Path) -> None:
-        for store, expected in ((None, "a folder"), ("s3://bucket/kv", "a folder"), (tmp_path / "kv", "no limit")):
+        for store, expected in ((None, "a folder"), ("s3://bucket/kv", "a folder"), (tmp_path / "kv", "max_bytes")):
             with pytest.raises(ConfigurationError, match=expected):
                 make(store=store, store_prompts=True).generate("Hello", SHORT)

@@ -17,7 +17,7 @@ from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode_frame, 
 from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.announcements import Announcements
 from cacheclip_rag.store.entries import Entry, Total
-from cacheclip_rag.store.eviction import make_room
+from cacheclip_rag.store.eviction import LEARNED, make_room
 from cacheclip_rag.store.limits import StoreLimits
 from cacheclip_rag.store.sources import Sources
 from tests.store.samples import is_intact, key, kv, path_of
@@ -73,6 +73,10 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     "sources.names": (lambda c: {*c.sources.names("t")}, {"source 1", "source 2"}),
     "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "sources.texts": (lambda c: {*c.sources.texts("t")}, {TEXTS[1], TEXTS[2]}),
+    "sources.learned": (
+        lambda c: [(c.sources.add("u", LEARNED, TEXTS[3], ""), c.sources.learned("t"))[1]],
+        [{}],
+    ),
     "sources.orphans": (lambda c: c.sources.orphans("t", ["source 1", "document 0", "source 3"]), [TEXTS[2], TEXTS[1]]),
     "erasures": (lambda c: [(c.note_erasure("u"), c.erasures(name) == 0)[1] for name in ("t", "u")], [True, False]),
 }

@@ -134,7 +134,14 @@ class SharedCatalog(SqliteCatalog):
     def use(self, keys: Sequence[str]) -> None:
         """Nothing is evicted by use here."""
 
-    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+    def remove(
+        self,
+        namespace: str,
+        keys: Sequence[str],
+        delete: Callable[[Sequence[str]], int] | None = None,
+        *,
+        erases: bool = True,
+    ) -> int:
         """Forget entries on this machine. Their payloads stay: servers never delete."""
         with self.database.transaction() as run:
             count = sum(
@@ -143,7 +150,7 @@ class SharedCatalog(SqliteCatalog):
                     for key in keys
                 ]
             )
-            if count:
+            if count and erases:
                 erase(run, namespace)
         self._missing |= dict.fromkeys(keys, time.monotonic())
         self.on_forgotten(namespace, keys)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from starlette.types import ASGIApp, Scope
@@ -194,7 +193,15 @@ def _fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
+    """First elements that are equal. Whole slices are compared: tens of thousands one by one would hold up requests."""
+    low, high = 0, min(len(ids), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low:middle] == others[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _cache_of(scope: Scope) -> tuple[int, int]:
