@@ -194,6 +194,7 @@ def _fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     """First elements that are equal. Whole slices are compared: tens of thousands one by one would hold up requests."""
+    ids, others = [*ids], [*others]  # no list equals a tuple
     low, high = 0, min(len(ids), len(others))
     while low < high:
         middle = (low + high + 1) // 2
