@@ -149,31 +149,6 @@ class TestMoved:
         assert prefilled.stats.moved_tokens > layout.num_tokens / 3 and not prefilled.is_exact
         assert (float((prefilled.logits - logits_there[0]).abs().max()) < TOLERANCE) == (not wrong_by)
 
-    def test_the_context_grows_while_it_is_placed(
-        self, make: MakeEngine, architecture: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Because of another answer. What is not filled yet is no KV."""
-        engine = make(architecture, on_miss="ignore", min_confidence=0.0)
-        context, method = engine.primary._context, engine.make_method("epic", 0.2)
-        load, found, loads = context.load, list[torch.Tensor](), 0
-
-        def grows(*args: Any, **options: Any) -> bool:
-            nonlocal loads
-            loads += 1
-            if loads == 5:
-                context._grow(context._opened.num_cells + 1024)
-            return load(*args, **options)
-
-        for times in range(2):
-            engine.prefixes.clear()
-            engine.generate(f"Checksum a91f3.\n\n{PROMPT}", method="prefix", max_tokens=1)
-            if times:
-                monkeypatch.setattr(context, "load", grows)
-            prefilled = engine.prefill(f"It is a quarter past two.\n\n{PROMPT}", method=method)
-            assert prefilled.stats.moved_tokens
-            found.append(prefilled.logits)
-        assert loads > 5 and float((found[0] - found[1]).abs().max()) < TOLERANCE
-
 
 def one_by_one(rows: list[int]) -> list[tuple[int, int]]:
     return [(row, row + 1) for row in rows]
