@@ -20,7 +20,9 @@ class LayerTensors:
         self._new_cache = new_cache
 
     def shapes(self, num_tokens: int) -> list[tuple[int, ...]]:
-        return [shape for _, shape in self._groups(num_tokens)]
+        cache = self._new_cache(0)
+        first = [(len(layers), cache.layers[layers[0]].keys) for layers in cache.groups()]
+        return [(count, 2, keys.shape[1], num_tokens, keys.shape[3]) for count, keys in first]
 
     def join(self, blocks: Sequence[Mapping[Layers, torch.Tensor]]) -> list[torch.Tensor]:
         joined = [torch.cat([block[layers] for block in blocks], 2) for layers in blocks[0]]
@@ -28,16 +30,9 @@ class LayerTensors:
 
     def state(self, start: int, pieces: Sequence[Sequence[torch.Tensor]]) -> FusedCache:
         cache = self._new_cache(start + sum(piece[0].shape[3] for piece in pieces))
-        groups = [layers for layers, _ in self._groups(0)]
         for piece in pieces:
-            block = {layers: kv.flatten(0, 1) for layers, kv in zip(groups, piece, strict=True)}
+            block = {layers: kv.flatten(0, 1) for layers, kv in zip(cache.groups(), piece, strict=True)}
             run = KVRun(KVSource.CACHED, start, start + piece[0].shape[3])
             cache.write_blocks(KVPart(run, [block]))
             start = run.stop
         return cache
-
-    def _groups(self, num_tokens: int) -> list[tuple[Layers, tuple[int, ...]]]:
-        """Layers of each group of a block, and the shape of its KV."""
-        cache = self._new_cache(0)
-        first = {layers: cache.layers[layers[0]].keys for layers in cache.groups()}
-        return [(layers, (len(layers), 2, keys.shape[1], num_tokens, keys.shape[3])) for layers, keys in first.items()]
