@@ -174,35 +174,42 @@ class Context:
         Returns:
             False if llama.cpp cannot read it. The target then has nothing at these positions.
         """
-        api, taken = library(), 0
         with self._lock:
-            begin = 0
-            for low, high in self._runs(0, num_tokens):
-                part = data[taken:]
-                pointer = ctypes.cast(part.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
-                read = api.llama_state_seq_set_data(self._pointer, pointer, part.numel(), _SCRATCH) if len(part) else 0
-                if low == 0:
-                    begin = api.llama_memory_seq_pos_min(self._memory, _SCRATCH)
-                own = (
-                    api.llama_memory_seq_pos_min(self._memory, _SCRATCH) - begin,
-                    api.llama_memory_seq_pos_max(self._memory, _SCRATCH) - begin + 1,
-                )
-                if not read or own != (low, high):
-                    api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
-                    for each in target.ids:
-                        api.llama_memory_seq_rm(self._memory, each, at, at + count)
-                    return False
-                taken += read
-                for start, stop in ((0, first), (first + count, num_tokens)):
-                    if start < stop:
-                        api.llama_memory_seq_rm(self._memory, _SCRATCH, begin + start, begin + stop)
-                shift = at - first - begin
-                if shift:
-                    api.llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, shift)
-                    self._shifted = True
-                for each in target.ids:
-                    api.llama_memory_seq_cp(self._memory, _SCRATCH, each, -1, -1)
+            is_read = self._load(data, num_tokens, target, first, count, at)
+            if is_read and target.runs is not None:
+                target.runs.append((at, at + count))
+        return is_read
+
+    def _load(self, data: torch.Tensor, num_tokens: int, target: Cells, first: int, count: int, at: int) -> bool:
+        """The same for one who has the lock, and who knows which positions are filled."""
+        api, taken = library(), 0
+        begin = 0
+        for low, high in self._runs(0, num_tokens):
+            part = data[taken:]
+            pointer = ctypes.cast(part.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+            read = api.llama_state_seq_set_data(self._pointer, pointer, part.numel(), _SCRATCH) if len(part) else 0
+            if low == 0:
+                begin = api.llama_memory_seq_pos_min(self._memory, _SCRATCH)
+            own = (
+                api.llama_memory_seq_pos_min(self._memory, _SCRATCH) - begin,
+                api.llama_memory_seq_pos_max(self._memory, _SCRATCH) - begin + 1,
+            )
+            if not read or own != (low, high):
                 api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+                for each in target.ids:
+                    api.llama_memory_seq_rm(self._memory, each, at, at + count)
+                return False
+            taken += read
+            for start, stop in ((0, first), (first + count, num_tokens)):
+                if start < stop:
+                    api.llama_memory_seq_rm(self._memory, _SCRATCH, begin + start, begin + stop)
+            shift = at - first - begin
+            if shift:
+                api.llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, shift)
+                self._shifted = True
+            for each in target.ids:
+                api.llama_memory_seq_cp(self._memory, _SCRATCH, each, -1, -1)
+            api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         target.length = max(target.length, at + count)
         return True
 
@@ -423,7 +430,7 @@ class Context:
                 data = bytearray(self.dump(cells, start, stop))
                 self._opened = new
                 tensor = torch.frombuffer(data, dtype=torch.uint8)
-                is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
+                is_moved = self._load(tensor, stop - start, cells, 0, stop - start, start)
                 if not is_moved:
                     raise ModelError(
                         f"llama.cpp could not move KV of model {self._weights.name!r} to a context of {num_cells} "

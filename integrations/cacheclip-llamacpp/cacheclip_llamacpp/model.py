@@ -264,17 +264,16 @@ class LlamaRuntime(ChatText):
         pieces = list(pieces)
         num_matched = sum(run.stop - run.start for run in match.runs)
         before = self._state(num_matched + _BLOCK + sum(piece.num_tokens for piece in pieces))
-        held = before.cells
+        held, unread = before.cells, []
+        held.runs = []  # what is there, as it comes: another answer may have the context grow at any time
         if used:
             match.write_to(before)
+            held.runs = [*used]
             self._context.keep(held, used)
-        held.runs, unread = [*used], []
         for piece in pieces:
-            if self._context.load(
+            if not self._context.load(
                 piece.data, piece.num_tokens, held, first=piece.first, count=piece.count, at=piece.at
             ):
-                held.runs.append((piece.at, piece.at + piece.count))
-            else:
                 unread.append(piece)
         held.runs.sort()
         return held, unread

@@ -12,8 +12,8 @@ import pytest
 import torch
 from cacheclip_llamacpp import library, model
 from cacheclip_llamacpp.context import Context
-from cacheclip_testing.plugin import CHUNKS, QUESTION
-from tiny_gguf import MakeEngine, write_gguf
+from cacheclip_testing.plugin import CHUNKS
+from tiny_gguf import PROMPT, QUESTION, MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, SamplingParams
 from cacheclip_rag.models import known_context, load
@@ -23,7 +23,6 @@ from tests.answering.test_turns import until
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history
 
-PROMPT = "\n\n".join([*CHUNKS, QUESTION])
 PARAMS = SamplingParams(max_tokens=16)
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
 
@@ -33,6 +32,25 @@ def engine(make: MakeEngine) -> CacheClipEngine:
     engine = make()
     engine.precompute(CHUNKS)
     return engine
+
+
+@pytest.mark.parametrize("method", ["epic", "full", "direct"])
+def test_no_answer_that_is_compared_hangs_on_rounding(
+    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """An answer computed twice is rounded in two ways, by up to 0.01. These tests mean something only without ties."""
+    gaps, compute = list[float](), Context.decode_many
+
+    def decode_many(self: Context, parts: Any, *, logits_of: int) -> Any:
+        found = compute(self, parts, logits_of=logits_of)
+        best = [logits[0].topk(2).values for logits in found]
+        gaps.extend(float(first - second) for first, second in best)
+        return found
+
+    monkeypatch.setattr(Context, "decode_many", decode_many)
+    for _ in range(2):
+        engine.generate(PROMPT, PARAMS, method=method)
+    assert len(gaps) == 2 * PARAMS.max_tokens and min(gaps) > 0.02
 
 
 class TestOneAnswer:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from cacheclip_llamacpp import library, loader, model
 from cacheclip_llamacpp.weights import GgufWeights
-from cacheclip_testing.plugin import CHUNKS, QUESTION
-from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, WINDOW, MakeEngine, logits, write_header
+from cacheclip_testing.plugin import CHUNKS
+from tiny_gguf import ARCHITECTURES, PROMPT, QUESTION, TOLERANCE, WINDOW, MakeEngine, logits, write_header
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order

@@ -12,15 +12,17 @@ import gguf
 import numpy as np
 import torch
 from cacheclip_testing import TINY_MODELS, build_model, tiny_spec
-from cacheclip_testing.plugin import CHUNKS, QUESTION
+from cacheclip_testing.plugin import CHUNKS
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.methods import Method
 
-__all__ = ["ARCHITECTURES", "PROMPT", "TOLERANCE", "MakeEngine", "logits", "write_gguf", "write_header"]
+__all__ = ["ARCHITECTURES", "PROMPT", "QUESTION", "TOLERANCE", "MakeEngine", "logits", "write_gguf", "write_header"]
 
 MakeEngine = Callable[..., CacheClipEngine]
+QUESTION = "Please say: the magic number of the harbour master?"
+"""The tiny models of seed 0 answer it without near ties, so that rounding changes no answer (a test checks it)."""
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
 TOLERANCE = 0.1
 """Of logits between -20 and 20: keys and values are float16, and each size of a batch rounds in its own way."""
