@@ -34,8 +34,8 @@ from cacheclip_rag.methods import preset
 _TINY = ("llama", "qwen2-sliding", "gemma3", "phi3-partial", "gpt-oss", "smollm3")
 _REAL = ("smollm2-135m", "qwen2.5-coder-0.5b")
 _CONTEXTS = ("passages", "prefix")
-_PLAIN = ("full", "prefix", "direct", "ape")
-_WITH_RATIO = ("epic", "cacheblend", "cacheclip", "query_attention", "anchored")
+_PLAIN = ("full", "prefix", "direct")
+_WITH_RATIO = ("epic", "cacheclip", "query_attention", "anchored")
 _RATIOS = (0.0, 0.1, 0.2, 1.0)
 _ANSWERED_AT = 0.2
 _WORDS = (

@@ -135,8 +135,7 @@ class _Decoding:
         self.first_s = None if self._beside.may_withdraw else self._clock.elapsed()
         """Seconds until there was a token that stays; None: none yet."""
         self._num_prompt = self.prefilled.layout.num_tokens
-        room = self._runtime.context_tokens - self.cache.position_of(self._num_prompt)
-        self._most = min(self._params.max_tokens, room)
+        self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
 
     def events(self) -> Iterator[Event]:
         """An event a token: the answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
@@ -192,7 +191,7 @@ class _Decoding:
     def _next_logits(self) -> torch.Tensor:
         runtime, cache = self._runtime, self.cache
         # above this length, the model's rotary frequencies change: prefill again, as transformers' generate does
-        if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
+        if runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens:
             read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
             with self._turns.token():
                 self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))

@@ -11,6 +11,8 @@ from .errors import ConfigurationError
 _VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
 _CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
 METHODS: dict[str, str] = {
+    "ape": "ape is gone: use direct, which is nearer to full prefill, or cacheclip.",
+    "cacheblend": "cacheblend is gone: use epic, which is nearer to full prefill, or cacheclip.",
     "direct_gapped": "direct_gapped is gone: use direct.",
     "turborag": "turborag is gone: use block, which puts no special tokens around chunks.",
     "link": "link is gone: use cacheclip or anchored.",
@@ -21,7 +23,7 @@ METHODS: dict[str, str] = {
     "map_reduce": f"map_reduce is gone: {_CHAINS}.",
     "map_rerank": f"map_rerank is gone: {_CHAINS}.",
     "epic-paper": f"epic-paper {_VARIANTS}.",
-    "cacheblend-equal-charge": f"cacheblend-equal-charge {_VARIANTS}.",
+    "cacheblend-equal-charge": "cacheblend-equal-charge is gone: use epic or cacheclip.",
     "random": f"random {_VARIANTS}.",
     "oracle": f"oracle {_VARIANTS}.",
 }

@@ -27,7 +27,7 @@ from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import choose_rows, known_kv
 from ..prompt.layout import Span, question_text
 from ..runtime.base import KVMatch, KVSource, State, wait_for
-from ..runtime.transformers.cache import FusedCache, Geometry
+from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAhead, part_of
@@ -37,19 +37,16 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
-    geometry = plan.method.positions(plan.layout, plan.reused) if plan.reused else None
     with clock.phase("lookup"):
         match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
     with match:
-        # KV of other prompts has their positions
-        known = known_kv(plan.layout, plan.reused, match.runs if geometry is None else ())
+        known = known_kv(plan.layout, plan.reused, match.runs)
         pass_ = _FusedPass(
             plan=replace(plan, known=known),
             kv_sources=kv_sources,
             clock=clock,
             runtime=runtime,
             capacity=capacity,
-            geometry=geometry,
         )
         return pass_.run(match)
 
@@ -63,7 +60,6 @@ class _FusedPass:
     clock: PhaseClock
     runtime: ModelRuntime
     capacity: int
-    geometry: Geometry | None
 
     def run(self, match: KVMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -91,14 +87,12 @@ class _FusedPass:
         layout = plan.layout
         with clock.phase("assemble"):
             cache = self.runtime.new_cache(self.capacity)
-            cache.geometry = self.geometry
             if plan.known.held.any():
                 match.write_to(cache)  # tokens that are not held are overwritten
             reused, pieces = self._pieces(reading, texts)
             if not reused and not plan.known.is_approximate:
                 return None
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
-            is_changed = kept is not plan and self.geometry is not None
             cache.tables = cache.tables_of(torch.arange(layout.num_tokens))
             fill = cache.filling(pieces)
 
@@ -108,12 +102,9 @@ class _FusedPass:
                 fill(layer)
                 reading.done(layer)
 
-            if plan.method.reads_cache and not is_changed:
+            if plan.method.reads_cache:
                 for layer in range(self.runtime.num_layers):
                     write(layer)
-        if is_changed:
-            # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
-            return fuse(self.runtime, kept, self.kv_sources, capacity=self.capacity, clock=clock)
 
         began: list[float] = []
 
@@ -144,7 +135,7 @@ class _FusedPass:
 
         def full_prefill() -> FusedCache:
             nonlocal charged
-            charged += runtime.num_layers * plan.chunk_tokens
+            charged += plan.chunk_tokens
             return runtime.prefill(layout.ids, layout.num_tokens)[0]
 
         with clock.phase("select"):
@@ -152,25 +143,14 @@ class _FusedPass:
             view = CacheView(**vars(prompt), runtime=runtime, cache=cache, full_prefill=full_prefill)
             masks = method.select(view, [*scores.values()])
             rows = choose_rows(plan.known, zip(scores, masks, strict=True))
-            row_filter = method.row_filter(view, rows)
         with clock.phase("recompute"):
             method.prepare(view, masks)
-            logits = runtime.run_slots(
-                cache,
-                layout.ids[rows],
-                rows,
-                row_filter=row_filter,
-                before_layer=before_layer,
-            )
+            logits = runtime.run_slots(cache, layout.ids[rows], rows, before_layer=before_layer)
             assert logits is not None
             wait_for(logits.device)
         cache.tables = ()  # decoding goes on beyond the prompt
-        if row_filter is not None:
-            rows, charged = rows[row_filter.alive], charged + row_filter.charged
-        else:
-            charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
-        charged_tokens = charged / runtime.num_layers
-        return fused_of(cache, logits, plan, rows, charged_tokens, has_own_positions=cache.geometry is not None)
+        charged += int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
+        return fused_of(cache, logits, plan, rows, charged)
 
     def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -220,18 +200,14 @@ def fused_of(
     logits: torch.Tensor,
     plan: Plan,
     rows: torch.Tensor,
-    charged_tokens: float | None = None,
-    *,
-    has_own_positions: bool = False,
+    charged_tokens: int | None = None,
 ) -> Fused:
-    """A prompt's KV after ``rows`` were computed. ``charged_tokens``: default those of the reused chunks among them.
-    ``has_own_positions``: the KV fits no other prompt."""
+    """A prompt's KV after ``rows`` were computed. ``charged_tokens``: default those of the reused chunks among them."""
     computed, stale = rows.numpy(), plan.known.stale.copy()
     stale[computed] = False
     chosen: list[int] = computed[plan.known.chunk[computed]].tolist()
-    charged_tokens = float(len(chosen)) if charged_tokens is None else charged_tokens
-    first = None if has_own_positions else int(computed[0])
-    return Fused(state, logits, plan, chosen, charged_tokens, first, None if has_own_positions else stale)
+    charged_tokens = len(chosen) if charged_tokens is None else charged_tokens
+    return Fused(state, logits, plan, chosen, charged_tokens, int(computed[0]), stale)
 
 
 # -- for another process, or an engine that shows no KV ----------------------------------------------------------------
@@ -240,7 +216,7 @@ def fused_of(
 def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock) -> FusionPlan:
     """What :func:`fuse` would do with a plan that reuses chunks by a method with
     :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
-    ConfigurationError for another method, or one that changes positions."""
+    ConfigurationError for another method."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not plan.known.held.any(), "only stored chunks can be planned ahead"
     chosen = choose_ahead(plan, kv_sources, clock=clock)
@@ -276,11 +252,9 @@ def choose_ahead(
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
     no KV of the primary. ``when_read``: called when the auxiliary's KV is read. Raises ConfigurationError for another
     method."""
-    method, layout = plan.method, plan.layout
+    method = plan.method
     if not method.plans_ahead:
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
-    if method.positions(layout, plan.reused) is not None:
-        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
         spans = [span for span in plan.reused if not plan.known.is_exact(span)]

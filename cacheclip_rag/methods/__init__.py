@@ -16,18 +16,15 @@ from ..base.removed import METHODS, refuse_removed
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
-    from .ape import Ape as Ape
     from .base import Method as Method
     from .block import BlockAttention as BlockAttention
-    from .cacheblend import CacheBlend as CacheBlend
     from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
     from .recompute import Chunks as Chunks, Recompute as Recompute, Split as Split, offsets as offsets
     from .settings import describe as describe, vary as vary
 
 
 PRESET_NAMES = tuple(
-    "full prefix direct ape block epic cacheblend cacheclip cacheclip-gated cacheclip-paper "
-    "query_attention anchored".split()
+    "full prefix direct block epic cacheclip cacheclip-gated cacheclip-paper query_attention anchored".split()
 )
 
 _GROUP = "cacheclip.methods"
@@ -89,27 +86,21 @@ def check_reads(method: Method, runtime: Runtime) -> None:
     if not runtime.reads_kv and reads_kv(method):
         others = [name for name in PRESET_NAMES if not reads_kv(preset(name))]
         raise ConfigurationError(
-            f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
-            f"cannot be read ({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that "
-            "transformers runs."
+            f"method {method.name!r} looks at the primary's KV, and that of {runtime.name!r} cannot be read "
+            f"({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that transformers runs."
         )
 
 
 def reads_kv(method: Method) -> bool:
-    """Whether the method looks at KV of the primary, or moves it."""
-    from .base import Method
-
-    moves = type(method).positions is not Method.positions
-    return method.reuses_chunks and (moves or not method.plans_ahead)
+    """Whether the method looks at KV of the primary."""
+    return method.reuses_chunks and not method.plans_ahead
 
 
 __getattr__, _LATE = late_names(
     __name__,
     {
-        "ape": "Ape",
         "base": "Method",
         "block": "BlockAttention",
-        "cacheblend": "CacheBlend",
         "presets": "PRESETS PRESET_NOTES",
         "recompute": "Chunks Recompute Split offsets",
         "settings": "describe vary",

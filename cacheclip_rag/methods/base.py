@@ -1,8 +1,8 @@
 """The base of all methods. A method decides how chunk KV is reused and which tokens are recomputed.
 
 A method declares its needs in class attributes and properties, and overrides hooks. The engine calls them in this
-order: ``positions`` (other positions or attention, also while decoding), ``score``, ``select`` (tokens to recompute),
-``row_filter`` (rows to remove between layers), ``prepare`` (a correction). The engine never asks for a method's class.
+order: ``score``, ``select`` (tokens to recompute), ``prepare`` (a correction). The engine never asks for a method's
+class.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import torch
 from ..base.checks import check_probability
 from ..base.errors import ConfigurationError
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
-from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention_pattern import RowFilter
-from ..runtime.transformers.cache import Geometry
 from ..selection.views import CacheView, PromptView, per_span
 
 
@@ -41,8 +38,7 @@ class Method(ABC):
     reuses_chunks: ClassVar[bool] = True
     """Whether the method uses stored chunk KV; if not, the store is not read."""
     reuses_prefixes: ClassVar[bool] = True
-    """Whether the method takes the prompt's longest known prefix from the prefix cache, which is exact. Methods with
-    other :meth:`positions` do so in plain prefill only."""
+    """Whether the method takes the prompt's longest known prefix from the prefix cache, which is exact."""
     learns: ClassVar[bool] = False
     """True if the method only helps once an earlier prompt has been answered; benchmarks answer one first."""
     exact_at_one: ClassVar[bool] = True
@@ -62,14 +58,14 @@ class Method(ABC):
 
     @property
     def reads_cache(self) -> bool:
-        """Whether :meth:`select`, :meth:`row_filter` or :meth:`prepare` look at the KV in the assembled cache. If not,
+        """Whether :meth:`select` or :meth:`prepare` look at the KV in the assembled cache. If not,
         they get the cache before its KV is there: each layer's KV is read while the layers before it are recomputed."""
         return True
 
     @property
     def plans_ahead(self) -> bool:
         """Whether all that the method does can be said before the primary runs: :meth:`select` needs none of its KV,
-        no row leaves the pass, and nothing happens to the other tokens but the correction by :attr:`mean_change`. A
+        and nothing happens to the other tokens but the correction by :attr:`mean_change`. A
         :class:`~cacheclip_rag.fusion.wire.FusionPlan` can then carry the method to another process."""
         return False
 
@@ -107,15 +103,6 @@ class Method(ABC):
         """The chunk context of the method's chunks; None: the engine's setting."""
         return None if self.chunk_context is None else CONTEXTS[self.chunk_context]
 
-    def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
-        """Other positions or attention, also while decoding; None: slot = position and ordinary attention. No position
-        may be beyond the prompt's last one, which is known to fit the model.
-
-        Args:
-            reused: chunks whose KV is stored, at least one.
-        """
-        return None
-
     def score(self, view: PromptView) -> list[torch.Tensor]:
         """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens.
 
@@ -125,16 +112,11 @@ class Method(ABC):
 
     @abstractmethod
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute. With a row filter, these tokens run in the
-        first layers.
+        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute.
 
         Args:
             scores: results of :meth:`score` for these spans.
         """
-
-    def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
-        """Removes rows between layers of the recompute; None: all ``rows`` (``(num_rows,)`` int64 slots) stay."""
-        return None
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
         """Called right before the recompute: set up a correction here. Without :attr:`reads_cache`, the stored KV of

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 
 from ..selection.budget import AlignedWindows, Budget, Tokens
 from ..selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix
-from .ape import Ape
 from .base import Method
 from .block import BlockAttention
-from .cacheblend import CacheBlend
 from .direct import Direct
 from .full import Full, Prefix
 from .recompute import Recompute
@@ -45,11 +43,6 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "vLLM's prefix caching, arXiv:2309.06180",
     ),
     "direct": (Direct(), "Chunk caches are concatenated; nothing is recomputed.", _OF_CACHEBLEND),
-    "ape": (
-        Ape(),
-        "Chunks at the same positions, merged by their attention; nothing is recomputed.",
-        "APE, arXiv:2502.05431",
-    ),
     "block": (
         BlockAttention(),
         "For checkpoints trained to read chunks apart: chunk caches as they are.",
@@ -60,7 +53,6 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "The first tokens of every chunk, as many as the ratio allows.",
         _OF_EPIC,
     ),
-    "cacheblend": (CacheBlend(), "The tokens whose values change most in the first two layers.", _OF_CACHEBLEND),
     "cacheclip": (
         _CACHECLIP,
         "Spans that an auxiliary model attends to; half of the budget for chunk starts; a correction.",

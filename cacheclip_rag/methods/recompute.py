@@ -6,8 +6,7 @@ recomputed ones.
 
 Source of the correction: AgentKVShift (arXiv:2607.21604): in each layer, context changes a chunk's KV by one shared
 offset plus noise. Departures: here the scorer's tokens estimate the offset, there tokens are chosen for this purpose;
-here one weight serves all tokens, there each token has its own. If a row filter removes rows between layers, the rows
-that still run in a layer estimate the offset of that layer.
+here one weight serves all tokens, there each token has its own.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Recompute(Method):
     @property
     def reads_cache(self) -> bool:
         # a subclass with a hook of its own may look at the cache or change it
-        hooks = ("select", "row_filter", "prepare")
+        hooks = ("select", "prepare")
         return self.scorer.reads_cache or any(getattr(type(self), h) is not getattr(Recompute, h) for h in hooks)
 
     @property

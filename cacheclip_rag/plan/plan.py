@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 
 def takes_moved(method: Method) -> bool:
-    """Whether a method may use KV that earlier prompts left at other places: not with positions of its own, nor where
-    it computes everything."""
-    computes_all = method.exact_at_one and method.nominal_ratio >= 1.0
-    return method.reuses_chunks and type(method).positions is Method.positions and not computes_all
+    """Whether a method may use KV that earlier prompts left at other places: not where it computes everything."""
+    return method.reuses_chunks and not (method.exact_at_one and method.nominal_ratio >= 1.0)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -123,8 +123,6 @@ class PlanningEngine(Closing):
         name, other = method.name, self._answers
         if not method.reuses_chunks:
             return None
-        if type(method).positions is not Method.positions:
-            return f"method {name!r} changes positions or attention, which {other} cannot decode with"
         if self.primary.pinned_rope:
             return f"the model's rotary frequencies depend on the length, and {other}'s differ from the stored chunks'"
         if not method.plans_ahead:

@@ -197,9 +197,6 @@ class State(Protocol):
     def get_seq_length(self) -> int:
         """Number of tokens so far, including tokens of the answer."""
 
-    def position_of(self, slot: int) -> int:
-        """Position of a token by its number from 0, also for the next token."""
-
 
 class Runtime(ABC):
     """One loaded causal language model."""

@@ -23,7 +23,7 @@ from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
 from ..runtime.transformers.attention_pattern import AttentionPattern, Probe, SideBySide
-from ..runtime.transformers.cache import FusedCache, Geometry
+from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAhead, part_of
 from .heads import HeadSet
@@ -364,7 +364,7 @@ def pack_chunks(
     position_of_slot = np.zeros(start, np.int64)
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
-    cache.geometry = Geometry(torch.from_numpy(position_of_slot))
+    cache.positions = torch.from_numpy(position_of_slot)
     fill_chunks = cache.filling(zip(begins.tolist(), chunks, strict=True))
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
     fill_prefixes = cache.repeating(prefix, copies, position=0)

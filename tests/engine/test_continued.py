@@ -23,7 +23,7 @@ from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 Make = Callable[..., CacheClipEngine]
-METHODS = ["epic", "anchored", "query_attention", "cacheclip", "cacheblend", "cacheclip-gated"]
+METHODS = ["epic", "anchored", "query_attention", "cacheclip", "cacheclip-gated"]
 """Presets without positions of their own."""
 WORTH = 64
 """Rows that may be computed more if the KV is exact then."""
@@ -99,7 +99,7 @@ class TestContinued:
             assert abs(stats.recomputed_tokens - 0.3 * FOLLOW_UP_SHARE * stats.chunk_tokens) <= 1
             assert stats.charged_ratio > 0 and stats.cached_prefix_tokens < stats.stale_from
 
-    @pytest.mark.parametrize("method", [name for name in METHODS if name != "cacheblend"])  # it compares KV instead
+    @pytest.mark.parametrize("method", METHODS)
     def test_every_question_recomputes_other_tokens_until_none_is_stale(
         self, make: Make, passages: list[str], method: str
     ) -> None:
@@ -219,12 +219,6 @@ class TestContinued:
         for _ in range(2):
             stats = engine.generate(rag(passages), SHORT).stats
             assert stats.continued_tokens == 0 and rows(stats) < WORTH
-
-    def test_methods_with_their_own_positions_do_not(self, make: Make, passages: list[str]) -> None:
-        engine = make(method="ape")
-        engine.precompute(passages)
-        for _ in range(2):
-            assert engine.generate(rag(passages), SHORT).stats.continued_tokens == 0
 
     def test_tenants_do_not_share_it(self, make: Make, passages: list[str]) -> None:
         mine, others = make(namespace="mine"), make(namespace="others")
@@ -381,9 +375,7 @@ class TestNeverInAnExactCache:
 
 
 class TestNeverMoreThanPlain:
-    @pytest.mark.parametrize(
-        ("method", "planted"), [("anchored", False), ("cacheclip", False), ("cacheblend", False), ("cacheclip", True)]
-    )
+    @pytest.mark.parametrize(("method", "planted"), [("anchored", False), ("cacheclip", False), ("cacheclip", True)])
     def test_random_histories(
         self, make: Make, passages: list[str], method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -138,23 +138,14 @@ class TestRevise:
             given = (fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio) for method, ratio in WAYS)
             assert any(answer.token_ids != full.token_ids for answer in given), name
 
-    @pytest.mark.parametrize("method", ["cacheblend", "query_attention", "prefix"])
+    @pytest.mark.parametrize("method", ["query_attention", "prefix"])
     def test_methods_of_each_kind(self, finishing: Make, method: str) -> None:
-        """That chooses between layers, that reads the assembled cache, and that reuses no chunks."""
+        """That reads the assembled cache, and that reuses no chunks."""
         engine = finishing()
         full = fresh(engine, PROMPT, SHORT, method="full")
         revised = fresh(engine, PROMPT, SHORT, method=method, finish="revise")
         assert (revised.token_ids, revised.text) == (full.token_ids, full.text)
         assert (revised.stats.verified_tokens is None) == (method == "prefix"), "it was reused"
-
-    def test_a_method_with_its_own_positions(self, finishing: Make) -> None:
-        """The exact KV has plain positions whatever the method's are."""
-        for rows in (AT_THE_END, AT_ONCE):
-            engine = finishing(rows=rows)
-            full = fresh(engine, PROMPT, SHORT, method="full")
-            assert fresh(engine, PROMPT, SHORT, method="ape").token_ids != full.token_ids
-            revised = fresh(engine, PROMPT, SHORT, method="ape", finish="revise")
-            assert revised.token_ids == full.token_ids
 
     @pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
     def test_max_tokens(self, finishing: Make, max_tokens: int) -> None:
@@ -377,39 +368,19 @@ class TestRotaryFrequenciesThatChange:
         return PROMPT + "\x00" * (engine.primary.reuse_tokens - tokens - 4)
 
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
-    @pytest.mark.parametrize("method", ["direct", "ape"])
-    def test_revised_equals_full_across_the_limit(self, finishing: Make, method: str, rows: int) -> None:
+    def test_revised_equals_full_across_the_limit(self, finishing: Make, rows: int) -> None:
         """The answer crosses the limit before the exact KV would be complete: it is completed there."""
         engine = finishing("phi3-longrope", rows=rows)
         prompt, runtime = self.prompt(engine), engine.primary
         params = SamplingParams(max_tokens=16)
         full = fresh(engine, prompt, params, method="full")
         assert runtime.pinned_rope and full.stats.prompt_tokens + 4 == runtime.reuse_tokens
-        given = fresh(engine, prompt, params, method=method)
+        given = fresh(engine, prompt, params, method="direct")
         assert given.token_ids != full.token_ids and given.stats.hits == len(CHUNKS)
-        revised = fresh(engine, prompt, params, method=method, finish="revise")
+        revised = fresh(engine, prompt, params, method="direct", finish="revise")
         assert revised.token_ids == full.token_ids
         held = engine.prefixes.stats.blocks
         assert held == full.stats.prompt_tokens // 16, "what crosses the limit is not kept"
-
-    def test_other_positions_cross_the_limit_where_the_exact_ones_do(
-        self, finishing: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """APE's positions stay below it, and its own answer never changes the frequencies."""
-        engine = finishing("phi3-longrope")
-        prompt, runtime = self.prompt(engine), engine.primary
-        params = SamplingParams(max_tokens=16, temperature=0.8, seed=3)
-        prefill, read = type(runtime).prefill, []
-
-        def watched(self: Any, ids: torch.Tensor, capacity: int) -> Any:
-            read.append(len(ids))
-            return prefill(self, ids, capacity)
-
-        monkeypatch.setattr(type(runtime), "prefill", watched)
-        fresh(engine, prompt, params, method="ape")
-        assert read == []
-        fresh(engine, prompt, params, method="ape", finish="verify")
-        assert read == [runtime.reuse_tokens + 1]
 
     def test_verified_up_to_the_limit(self, finishing: Make) -> None:
         engine = finishing("phi3-longrope", finish="none")  # figures of its own
@@ -486,7 +457,8 @@ class TestPrefixCache:
             return extend(self, state, ids, start, **options)
 
         monkeypatch.setattr(type(runtime), "extend", watched)
-        answer = engine.generate(PROMPT, SHORT, method="ape", finish="revise")
+        engine.precompute(CHUNKS, method="block")
+        answer = engine.generate(PROMPT, SHORT, method="block", finish="revise")
         assert answer.stats.cached_prefix_tokens == 0, "the method itself uses no prefixes"
         assert read[0] == (plain.stats.prompt_tokens - 1) // 16 * 16
         assert answer.token_ids == expected.token_ids

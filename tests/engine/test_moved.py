@@ -107,7 +107,6 @@ class TestWhenItIsTaken:
             ({"moved": "off"}, {}),
             ({}, {"moved": "off"}),
             ({}, {"method": "prefix"}),
-            ({}, {"method": "ape"}),
             ({}, {"recompute_ratio": 1.0}),
             ({"prefix_cache_bytes": 0}, {}),
         ],

@@ -77,7 +77,7 @@ def test_without_a_memory_tier_chunks_are_read_and_dropped(
     assert make(store=tmp_path).warm_up().chunks_read == 0, "no memory to read them into"
 
 
-@pytest.mark.parametrize("method", ["full", "direct", "cacheblend"])
+@pytest.mark.parametrize("method", ["full", "direct", "query_attention"])
 def test_every_kind_of_method(
     make: Callable[..., CacheClipEngine], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.transformers.cache import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from cacheclip_rag.selection.heads import HeadSet
@@ -58,17 +57,17 @@ def pieces_of(runtime: Any, codec: str, seed: int) -> list[tuple[int, KV]]:
     return found
 
 
-def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
+def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], positions: torch.Tensor | None = None) -> Any:
     cache = runtime.new_cache(CAPACITY)
-    cache.geometry = geometry
+    cache.positions = positions
     for start, kv in pieces:
-        cache.fill(kv, slot=start, position=cache.position_of(start))
+        cache.fill(kv, slot=start, position=start if positions is None else int(positions[start]))
     return cache
 
 
-def together(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
+def together(runtime: Any, pieces: Sequence[tuple[int, KV]], positions: torch.Tensor | None = None) -> Any:
     cache = runtime.new_cache(CAPACITY)
-    cache.geometry = geometry
+    cache.positions = positions
     cache.fill_all(iter(pieces))
     return cache
 
@@ -143,12 +142,12 @@ class TestAssemble:
             pieces.append((10 + 30 * number, stored(random_kv(runtime, 20, number), codec)))
         assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
 
-    def test_at_positions_of_a_geometry(self, tiny_models: dict[str, str]) -> None:
+    def test_at_positions_of_their_own(self, tiny_models: dict[str, str]) -> None:
         runtime = load_model(tiny_models["qwen2"])
-        geometry = Geometry(torch.arange(300) + torch.arange(300) // 40 * 11)
+        positions = torch.arange(300) + torch.arange(300) // 40 * 11
         pieces = [(start, stored(random_kv(runtime, 30, start), "float32")) for start in (0, 40, 120, 200)]
-        found = together(runtime, pieces, geometry)
-        assert_same(found, one_by_one(runtime, pieces, geometry), pieces)
+        found = together(runtime, pieces, positions)
+        assert_same(found, one_by_one(runtime, pieces, positions), pieces)
         plain = together(runtime, pieces)
         assert gap(plain.layers[0].keys[..., 120:150, :], found.layers[0].keys[..., 120:150, :]) > 1e-2
 

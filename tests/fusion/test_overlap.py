@@ -33,7 +33,7 @@ from cacheclip_rag.store.codecs import Frame
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import make_engine
 
-METHODS = ("cacheclip", "anchored", "epic", "direct", "ape", "query_attention", "cacheblend", "block")
+METHODS = ("cacheclip", "anchored", "epic", "direct", "query_attention", "block")
 """Methods that choose before the cache is there, with a correction, without the auxiliary, with other positions, and
 methods that look at the cache."""
 Before = Callable[[str, int, int], None]
@@ -182,7 +182,7 @@ class TestDelays:
         )
         slow = Slow(tmp_path / "store", models)
         slow.hook = lambda *_: time.sleep(choice.choice((0, 0.002)))
-        for method in ("cacheclip", "epic", "ape"):
+        for method in ("cacheclip", "epic", "query_attention"):
             assert_same(slow.ask(method, prompt), in_memory(models)(method, prompt))
 
     @pytest.mark.parametrize("primary", ["gemma3", "qwen2-sliding", "gpt-oss", "llama-rope-dynamic"], indirect=True)
@@ -190,7 +190,7 @@ class TestDelays:
         models = primary, tiny_models["auxiliary"]
         slow = Slow(tmp_path / "store", models)
         slow.hook = lambda *_: time.sleep(0.001)
-        for method in ("cacheclip", "direct", "cacheblend"):
+        for method in ("cacheclip", "direct", "query_attention"):
             assert_same(slow.ask(method), in_memory(models)(method))
 
     def test_layers_run_before_the_last_one_is_read(self, slow: Slow) -> None:
@@ -280,7 +280,7 @@ def damage(slow: Slow, key: str, layer: int) -> None:
 
 
 class TestFailures:
-    @some_of(2, method=("cacheclip", "epic", "ape", "cacheblend"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
+    @some_of(2, method=("cacheclip", "epic", "query_attention"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
     def test_a_damaged_chunk_becomes_text(
         self, slow: Slow, caplog: pytest.LogCaptureFixture, method: str,
         number: int, layer: int,
@@ -370,7 +370,7 @@ class TestFailures:
         assert done and not torch.equal(found.logits, expected.logits)
         assert_same(found, self.asked(slow, "epic"))
 
-    @pytest.mark.parametrize("method", ["cacheclip", "epic", "cacheblend"])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
     def test_an_error_in_the_thread_reaches_the_caller(self, slow: Slow, method: str) -> None:
         slow.ask(method)
 
@@ -381,7 +381,7 @@ class TestFailures:
         with pytest.raises(ZeroDivisionError, match="a bug of the backend"):
             self.asked(slow, method)
 
-    @pytest.mark.parametrize("method", ["cacheclip", "epic", "cacheblend"])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
     @pytest.mark.parametrize("allowed", [0, 1])
     def test_threads_that_cannot_start(
         self, slow: Slow, monkeypatch: pytest.MonkeyPatch, method: str, allowed: int

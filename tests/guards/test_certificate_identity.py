@@ -184,7 +184,7 @@ class TestModels:
 
 RATIOS = {"recompute_ratio", "ratio", "min_confidence"}
 """Settings that a certificate has figures for, one by one."""
-NAMES = ("cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct")
+NAMES = ("cacheclip", "epic", "query_attention", "direct")
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -233,7 +233,9 @@ class TestMethods:
 
     def test_another_name(self, make: Make) -> None:
         engine = make()
-        assert "method" in changed(*(identity(engine, engine.make_method(name)) for name in ("epic", "cacheblend")))
+        assert "method" in changed(
+            *(identity(engine, engine.make_method(name)) for name in ("epic", "query_attention"))
+        )
 
     def test_a_class_derived_from_a_method(self, make: Make) -> None:
         """It may do anything under the name and with the settings of the one it comes from."""

@@ -52,7 +52,7 @@ class Spied:
     """What a method saw and chose in one prefill."""
 
     def __init__(self, method: Any, seen: dict[str, Any]) -> None:
-        self.method, self.view, self.masks, self.filter = method, seen["view"], seen["masks"], seen["filter"]
+        self.method, self.view, self.masks = method, seen["view"], seen["masks"]
 
 
 def spied(case: Case, method: Method | str, ratio: float | None = 0.3, **changes: Any) -> tuple[Any, Spied]:

@@ -96,7 +96,7 @@ class TestCorrection:
 
 
 class TestChunkContexts:
-    @pytest.mark.parametrize("name", ["direct", "ape", "epic", "cacheblend", "cacheclip", "query_attention"])
+    @pytest.mark.parametrize("name", ["direct", "epic", "cacheclip", "query_attention"])
     def test_chunk_caches_are_their_own(self, case_of: Any, name: str) -> None:
         """A chunk stored behind the prefix is a miss for a method that wants it behind passages, and the reverse."""
         case = case_of("llama")

@@ -11,7 +11,6 @@ import torch
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.kv_blocks import KVBlock
@@ -23,7 +22,6 @@ from tests.methods.spying import REUSING, few, run
 BLOCK = 16
 ONE = SamplingParams(max_tokens=1)
 SHORT = SamplingParams(max_tokens=12)
-IN_PLACE = [n for n in REUSING if type(preset(n)).positions is Method.positions]
 
 
 def segments_of(case: Case, order: tuple[int, ...] = (0, 1, 2), question: str | None = None) -> list[Any]:
@@ -101,7 +99,7 @@ class TestEqualsFullPrefill:
 
 
 class TestOtherMethodsBehindIt:
-    @pytest.mark.parametrize("name", IN_PLACE)
+    @pytest.mark.parametrize("name", REUSING)
     @few
     def test_the_same_chunks_in_the_same_order_are_exact_and_free(self, warm: Case, name: str) -> None:
         again = run(warm, name)
@@ -156,14 +154,6 @@ class TestOtherMethodsBehindIt:
         caches = warm.engine.parts.models.caches_after_prefix
         lose(monkeypatch, caches, *(span.whole for span in warm.layout.chunks))
         assert run(warm, "direct").stats.hits == 3
-
-    @pytest.mark.parametrize("name", [n for n in REUSING if n not in IN_PLACE])
-    @few
-    def test_methods_with_places_of_their_own_leave_it(self, warm: Case, name: str) -> None:
-        behind = run(warm, name)
-        warm.engine.prefixes.clear()
-        assert behind.stats.cached_prefix_tokens == 0
-        assert torch.equal(behind.logits, run(warm, name).logits)
 
     @few
     def test_full_neither_reads_nor_fills(self, warm: Case) -> None:

@@ -13,7 +13,7 @@ from cacheclip_testing.methods import MethodConformance, PromptCase
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, check_method, preset
-from cacheclip_rag.methods.cacheblend import CacheBlend
+from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import describe, vary
@@ -53,7 +53,6 @@ class TestNames:
         assert paper.scorer == AuxiliaryAttention(layers="last")
         assert paper.budget == Budget(0.2, AlignedWindows(8, 5), chunk_starts=0.0)
         assert made("epic-paper").budget == FixedStarts(first=16)
-        assert made("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
 
     def test_the_gated_one_is_cacheclip_with_a_gate(self) -> None:
         gated = preset("cacheclip-gated")
@@ -123,7 +122,7 @@ class TestVary:
             ({"scorer": {"type": "QueryAtention"}}, "got 'QueryAtention'. Did you mean 'QueryAttention'"),
             ({"scorer": {"type": "Windows"}}, "cacheclip.scorer must be of type AuxiliaryAttention, ChunkStart"),
             ({"scorer": {"type": "RankMix"}}, "cacheclip.scorer of type RankMix is not complete"),
-            ({"type": "CacheBlend"}, None),
+            ({"type": "Direct"}, None),
             ({"scorer": {"type": 3}}, "got 3"),
             ({"scorer": 3}, "scorer must be a Scorer"),
             ({"budget": 0.2}, "budget must be a Budget"),
@@ -138,7 +137,7 @@ class TestVary:
     )
     def test_wrong_changes(self, changes: dict[str, Any], message: str | None) -> None:
         if message is None:
-            assert vary(preset("cacheclip"), changes) == CacheBlend()
+            assert vary(preset("cacheclip"), changes) == Direct()
             return
         with pytest.raises(ConfigurationError, match=message):
             vary(preset("cacheclip"), changes)

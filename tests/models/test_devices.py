@@ -211,12 +211,11 @@ class TestAccelerator:
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens > 0
         assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
 
-    @pytest.mark.parametrize("method", ["cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct"])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention", "direct"])
     def test_methods_choose_and_compute_what_they_do_on_the_cpu(
         self, make: Callable[..., CacheClipEngine], method: str
     ) -> None:
-        """Selection, correction (``cacheclip``), rows that leave between layers (``cacheblend``), merged contexts
-        (``ape``)."""
+        """Selection, and correction (``cacheclip``)."""
         found, expected = (self.prefilled(engine, method) for engine in (make(), make(device="cpu")))
         assert found.stats.hits == len(CHUNKS) and found.stats.fallback is None
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens
@@ -342,10 +341,8 @@ class TestPretendedAccelerator:
         ("method", "reads", "copies", "of_chunk", "for_token"),
         [
             ("full", 1, 1, 0, 2),
-            ("ape", 1, 24, 3, 6),
             ("direct", 1, 17, 3, 2),
             ("cacheclip", 2, 35, 5, 2),
-            ("cacheblend", 2, 24, 3, 2),
             ("query_attention", 2, 46, 3, 2),
         ],
     )
@@ -374,7 +371,7 @@ class TestPretendedAccelerator:
             assert self.of_request.total() == reads
             assert self.copied.total() == few + 4 * of_chunk, self.copied
 
-    @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "ape"), ("gemma3", "cacheblend")])
+    @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "direct"), ("gemma3", "query_attention")])
     def test_windows_and_caps(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str
     ) -> None:

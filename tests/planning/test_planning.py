@@ -176,15 +176,11 @@ class TestPlan:
             FusionPlan.from_dict([1, 2])  # type: ignore[arg-type]
 
     def test_methods_that_read_the_cache_need_an_engine(self, made: dict[str, Any]) -> None:
-        for name in ("cacheblend", "anchored"):
+        for name in ("query_attention", "anchored"):
             planned = made["planner"].plan(made["prompt"], method=name)
             assert planned.fusion is None and name in planned.reason and "primary's KV" in planned.reason
         gated = replace(preset("epic"), min_confidence=0.5)
         assert "min_confidence" in made["planner"].plan(made["prompt"], method=gated).reason
-
-    def test_methods_that_change_positions_are_refused(self, made: dict[str, Any]) -> None:
-        planned = made["planner"].plan(made["prompt"], method="ape")
-        assert planned.fusion is None and "positions" in planned.reason
 
     def test_without_stored_chunks(self, made: dict[str, Any]) -> None:
         planned = made["planner"].plan("Nothing of this is stored.", method="cacheclip")

@@ -11,7 +11,6 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention import query_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Block, SideBySide
-from cacheclip_rag.runtime.transformers.cache import Geometry
 from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CHUNKS, QUESTION
 from tests.selection.test_auxiliary_scores import Scored
@@ -37,13 +36,12 @@ def blocks() -> dict[str, Any]:
     rows, keys, positions = slice(0, 4), slice(0, NUM_KEYS), torch.tensor([3, 9, 15, 22])
     return {
         "block": Block.of(rows, keys, positions),
-        "geometry": Block.of(rows, keys, positions, geometry=Geometry(torch.arange(NUM_KEYS) * 2)),
         "side by side": SideBySide(rows, keys, torch.tensor([0, 3])),
     }
 
 
 @pytest.mark.parametrize("logits", [True, False])
-@pytest.mark.parametrize("kind", ["block", "geometry", "side by side"])
+@pytest.mark.parametrize("kind", ["block", "side by side"])
 @pytest.mark.parametrize("rule", RULES)
 def test_some_heads_are_those_of_all_heads(rule: str, kind: str, logits: bool) -> None:
     torch.manual_seed(1)

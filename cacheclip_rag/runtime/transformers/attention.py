@@ -16,7 +16,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...base.errors import UnsupportedModelError
 from .attention_pattern import AttentionPattern, AttentionRule, Block, PassEnded, SideBySide, causal_pattern
-from .cache import Geometry
 
 ATTENTION_NAME = "cacheclip"
 _INPUTS = {
@@ -151,7 +150,7 @@ def query_attention(
         return found.flatten(1, 2)
     rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
-    seen = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _positioned_mask(block, rule, rows)
+    seen = _additive_mask(block, 0, rule, rows)
     if logits:
         found = _logits(rows, keys, rule)
         return (found if seen is None else found + seen).flatten(0, 1)
@@ -213,10 +212,6 @@ def _of_block(
     head_dim)``."""
     if isinstance(block, SideBySide):
         return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
-    if not block.is_plain(rule):
-        of_groups = query.transpose(1, 2)
-        attended = _positioned_attention(of_groups, key[:, block.keys], value[:, block.keys], block, rule)
-        return attended.transpose(1, 2).flatten(1, 2)
     skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
     visible = slice(block.keys.start + skipped, block.keys.stop)
     keys, values = key[:, visible], value[:, visible]
@@ -310,64 +305,6 @@ def _side_by_side(
         weights = _weights(rows, keys.unsqueeze(2), block.mask(rule, query).unsqueeze(2), rule)
         attended = weights.to(values.dtype) @ values.unsqueeze(2)
     return attended.permute(1, 0, 3, 2, 4).flatten(1, 3)
-
-
-def _positioned_attention(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, rule: AttentionRule
-) -> torch.Tensor:
-    """Attention with a geometry: slots differ from positions, or contexts are merged by log-sum-exp (APE,
-    arXiv:2502.05431)."""
-    keys, values = keys.unsqueeze(1), values.unsqueeze(1)
-    mask = _positioned_mask(block, rule, rows)
-    geometry = block.geometry
-    if geometry is None or geometry.contexts is None:
-        return _weights(rows, keys, mask, rule).to(values.dtype) @ values
-    of_contexts, others = (_numbers_of_keys(block, geometry, keys, inside=inside) for inside in (True, False))
-    logits = _logits(rows, keys, rule) + mask
-    inside = logits.index_select(-1, of_contexts) / geometry.temperature
-    outside = logits.index_select(-1, others)
-    if rule.sinks is not None:
-        outside = torch.cat((outside, _sink_logits(rows, rule.sinks)), dim=-1)
-    masses = (
-        geometry.scale * geometry.temperature * inside.logsumexp(-1, keepdim=True),
-        outside.logsumexp(-1, keepdim=True),
-    )
-    shares = torch.cat(masses, dim=-1).softmax(-1)
-    weights = torch.zeros_like(logits)
-    # a window may hide every context from a row: then the contexts have no weight
-    weights.index_copy_(-1, of_contexts, (inside.softmax(-1) * shares[..., :1]).nan_to_num())
-    weights.index_copy_(-1, others, outside.softmax(-1)[..., : len(others)] * shares[..., 1:])
-    return weights.to(values.dtype) @ values
-
-
-def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, inside: bool) -> torch.Tensor:
-    """Numbers of the keys in the contexts, or of all others, on the device of ``keys``."""
-
-    def make() -> torch.Tensor:
-        is_inside = geometry.contexts_of(torch.arange(keys.shape[-2]))
-        return (is_inside if inside else ~is_inside).nonzero().flatten().to(keys.device)
-
-    return block.kept(("keys", inside, keys.device), make)
-
-
-def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
-    """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
-
-    def make() -> torch.Tensor:
-        slots = torch.arange(block.keys.stop - block.keys.start)
-        row_slots = block.positions.cpu()
-        hidden = slots[None, :] > row_slots[:, None]
-        geometry = block.geometry
-        if geometry is not None and geometry.contexts is not None:
-            hidden &= ~geometry.contexts_of(slots)[None, :]
-        if rule.window is not None:
-            of_rows, of_keys = row_slots, slots
-            if geometry is not None:
-                of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
-            hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
-        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
-
-    return block.kept(("positioned", rule.window, query.device), make)  # a window of 1 equals True, hence the names
 
 
 def _additive_mask(

@@ -6,14 +6,10 @@ key. A pattern divides the rows into blocks, and gives each the slice of keys th
 the mask is ``position - window < key position <= position``. Blocks also save work: early tokens are not multiplied
 with later keys, sliding layers skip keys before the window, and chunks that the auxiliary model scores side by side are
 not multiplied with each other.
-
-Some methods use other positions (gaps, shared positions) or another attention over the chunks. They return a
-:class:`~.cache.Geometry`, and the cache carries it from prefill to the last decoded token.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,7 +17,6 @@ from typing import Any
 
 import torch
 
-from .cache import FusedCache, Geometry
 from .rotary import Tables
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
@@ -81,27 +76,16 @@ class Block:
     keys: slice
     """Slots of the key tensor."""
     positions: torch.Tensor
-    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``. On the CPU if
-    ``geometry`` is set, because masks are made there then."""
+    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``."""
     first: int
     """The first of ``positions`` as an int: reading it from the tensor would synchronise the accelerator."""
-    geometry: Geometry | None = None
-    """Set if slots and positions differ; ``keys.start`` is then 0."""
     masks: Masks = field(default_factory=Masks, repr=False, compare=False)
     """Masks of all blocks of a pattern."""
 
     @classmethod
-    def of(
-        cls,
-        rows: slice,
-        keys: slice,
-        positions: torch.Tensor,
-        device: torch.device | None = None,
-        geometry: Geometry | None = None,
-    ) -> Block:
+    def of(cls, rows: slice, keys: slice, positions: torch.Tensor, device: torch.device | None = None) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        placed = _placed(positions, device, geometry)
-        return cls(rows, keys, placed, int(positions[0]), geometry)
+        return cls(rows, keys, positions.to(device or "cpu"), int(positions[0]))
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there, and kept if there is room for it."""
@@ -113,10 +97,6 @@ class Block:
                 masks.num_bytes += found.nbytes
                 masks.by_use[key] = found
         return found
-
-    def is_plain(self, rule: AttentionRule) -> bool:
-        """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
-        return self.geometry is None or (self.geometry.contexts is None and rule.window is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +168,13 @@ class Probe:
 
 @dataclass(slots=True)
 class AttentionPattern:
-    """Blocks that cover every row once, with an optional probe and row filter."""
+    """Blocks that cover every row once, with an optional probe."""
 
     blocks: Sequence[Block | SideBySide]
     probe: Probe | None = None
     before_layer: Callable[[int], None] | None = None
     """Called with each layer's number before the layer runs, for instance to write its stored KV; None: nothing to
     do."""
-    row_filter: RowFilter | None = None
-    """None: all rows run in all layers."""
     last_rows: int | None = None
     """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
     last layer's KV is written. None: all rows need it."""
@@ -205,23 +183,16 @@ class AttentionPattern:
     rotary_dim)``; None: the module makes them."""
 
 
-def causal_pattern(
-    slots: torch.Tensor,
-    device: torch.device | None = None,
-    geometry: Geometry | None = None,
-) -> AttentionPattern:
+def causal_pattern(slots: torch.Tensor, device: torch.device | None = None) -> AttentionPattern:
     """Pattern in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
-    increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
+    increasing, best on the CPU; ``device``: where the attention will run."""
     blocks, masks = [], Masks()
-    placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
+    placed = slots if device is None else slots.to(device)  # one copy to an accelerator for all blocks
     size = rows_per_block(int(slots[-1]) + 1 if len(slots) else 0, device)
     for start in range(0, len(slots), size):
         rows = slots[start : start + size]
-        stop = int(rows[-1]) + 1
-        if geometry is not None and geometry.contexts is not None:
-            stop = max(stop, len(geometry.contexts))
         own = slice(start, start + len(rows))
-        blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, masks))
+        blocks.append(Block(own, slice(0, int(rows[-1]) + 1), placed[own], int(rows[0]), masks))
     return AttentionPattern(blocks)
 
 
@@ -231,12 +202,6 @@ def rows_per_block(num_keys: int, device: torch.device | None) -> int:
     if device is not None and device.type == "cuda":
         return _ON_GPU
     return 2 * ROWS_PER_BLOCK if num_keys > _LONG else ROWS_PER_BLOCK
-
-
-def _placed(positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None) -> torch.Tensor:
-    """``positions`` where masks are made of them."""
-    on_cpu = geometry is not None or device is None
-    return positions if on_cpu else positions.to(device)
 
 
 def rows_of(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
@@ -250,54 +215,11 @@ def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
     return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
 
 
-class RowFilter(ABC):
-    """Decides before each layer which rows stay in the pass. One object serves one pass.
-
-    A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute.
-    """
-
-    charged: int = 0
-    """(Layer, chunk token) pairs that got fresh KV so far; the pass's cost in the statistics."""
-
-    def __init__(self, cache: FusedCache, slots: torch.Tensor) -> None:
-        """``slots``: ``(num_rows,)`` int64, slots of all rows at the start of the pass, strictly increasing."""
-        self.cache = cache
-        self.slots = slots
-        self.alive = torch.arange(len(slots))
-        """Rows that are still in the pass, as increasing indices into ``slots``."""
-        self._pattern: AttentionPattern | None = None
-
-    @abstractmethod
-    def before_layer(self, layer: int) -> torch.Tensor | None:
-        """Rows (a subset of ``alive``) that run from ``layer`` on; None keeps all of them.
-
-        The cache already holds fresh KV of the layers below, and still holds stored KV of this layer.
-        """
-
-    def enter(self, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Hidden states ``(1, num_alive, hidden_size)`` and arguments of a layer, cut to the rows that stay."""
-        kept = self.before_layer(layer)
-        if kept is not None and len(kept) < len(self.alive):
-            stays = torch.isin(self.alive, kept)
-            hidden = hidden.index_select(1, stays.nonzero().flatten().to(hidden.device))
-            self.alive = self.alive[stays]
-            slots = self.slots[self.alive]
-            self.cache.scatter(slots)
-            old: AttentionPattern = kwargs["cacheclip_pattern"]
-            first = old.blocks[0]
-            assert isinstance(first, Block), "rows are removed from causal patterns only"
-            self._pattern = causal_pattern(slots, first.positions.device, self.cache.geometry)
-            self._pattern.last_rows = old.last_rows
-        if self._pattern is None:
-            return hidden, kwargs
-        return hidden, {**rows_of(kwargs, self.alive), "cacheclip_pattern": self._pattern}
-
-
 def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
     """Let the patterns of passes act on these layers of an unmodified model, whose own loop over layers stays in use.
 
-    Before each layer, its stored KV is written, rotary tables that are there already are handed on, and the row filter
-    is asked, if the pattern has them. Before the last layer, rows whose output nobody needs leave the pass.
+    Before each layer, its stored KV is written, and rotary tables that are there already are handed on, if the pattern
+    has them. Before the last layer, rows whose output nobody needs leave the pass.
     """
 
     def hook(number: int) -> Any:
@@ -309,9 +231,7 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
                 pattern.before_layer(number)
             if pattern.position_embeddings is not None:
                 kwargs = {**kwargs, "position_embeddings": pattern.position_embeddings[number], "position_ids": None}
-            hidden, row_filter = args[0], pattern.row_filter
-            if row_filter is not None:
-                hidden, kwargs = row_filter.enter(number, hidden, kwargs)
+            hidden = args[0]
             if number == len(layers) - 1:
                 hidden, kwargs = _enter_last(module, hidden, kwargs)
             return (hidden, *args[1:]), kwargs
@@ -339,5 +259,5 @@ def _enter_last(
     cache.scatter(slots)
     rows = torch.arange(num_rows - needed, num_rows)
     positions = slots - last.keys.start
-    block = Block.of(slice(0, needed), last.keys, positions, hidden.device, last.geometry)
+    block = Block.of(slice(0, needed), last.keys, positions, hidden.device)
     return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_pattern": AttentionPattern([block])}

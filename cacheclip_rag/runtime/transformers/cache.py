@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +13,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ...store import KV, join, layer_of
 from ..base import KVPart, KVSource
 from .rotary import ModelRotary, Tables, changed, rotate, unrotate
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Positions of the tokens of a fused cache, if they differ from the slots.
-
-    Slots decide visibility: a row sees its own slot and earlier slots. Positions decide rotation and sliding windows.
-    """
-
-    positions: torch.Tensor
-    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Generated tokens follow the
-    largest of these positions."""
-    contexts: torch.Tensor | None = None
-    """``(num_prompt_tokens,)`` bool: slots of contexts (APE's word for chunks). All other rows attend to the contexts
-    in parallel. None: ordinary attention."""
-    temperature: float = 1.0
-    """Divides the attention logits within the contexts."""
-    scale: float = 1.0
-    """Weighs the contexts against the other keys: the contexts' mass is ``Z ** (scale * temperature)``."""
-
-    def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of slots, including slots of generated tokens."""
-        num_tokens = len(self.positions)
-        known = self.positions[slots.clamp(max=num_tokens - 1)]
-        return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
-
-    def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """``(num_slots,)`` bool: whether each slot belongs to a context."""
-        assert self.contexts is not None
-        return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
@@ -153,17 +122,14 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     rotary: ModelRotary
     """Tables of the model whose cache it is."""
-    geometry: Geometry | None = None
-    """Positions and contexts of a method that changes them; None: slot = position."""
+    positions: torch.Tensor | None = None
+    """``(num_slots,)`` int64 on the CPU: position of each slot, where several texts lie side by side; None: slot =
+    position."""
     token_bytes: int = 0
     """Bytes of the KV of one token."""
     tables: Sequence[Tables | None] = ()
     """Per layer the rotary tables of the prompt's slots, while a fused prefill goes on: stored keys, the correction and
     the pass take their rows from them. Empty: each makes its own."""
-
-    def position_of(self, slot: int) -> int:
-        """Position of a slot, filled or not."""
-        return slot if self.geometry is None else int(self.geometry.positions_of(torch.tensor([slot])))
 
     def cut(self, length: int) -> None:
         for layer in self.layers:
@@ -213,7 +179,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     def tables_of(self, slots: torch.Tensor) -> list[Tables | None]:
         """Per layer the rotary tables of slots at their positions: rows of :attr:`tables`, if there are some."""
         if not self.tables:
-            return self.rotary.tables(slots if self.geometry is None else self.geometry.positions_of(slots))
+            return self.rotary.tables(slots if self.positions is None else self.positions[slots])
         rows = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
         return changed(self.tables, lambda table: table.index_select(0, rows[table.device]))
 
@@ -227,10 +193,9 @@ class FusedCache(Cache):  # type: ignore[misc]
             layer.write(slot, rotate(keys, of_layer), values, scale)
 
     def fill_all(self, pieces: Iterable[tuple[int, KV]]) -> None:
-        """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap, at the
-        positions of the geometry. The same as :meth:`fill` for each of them, but the number of tensor
-        operations does not depend on the number of pieces. Slots between the pieces get KV of other tokens: compute or
-        fill them afterwards."""
+        """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap. The same as
+        :meth:`fill` for each of them, but the number of tensor operations does not depend on the number of pieces.
+        Slots between the pieces get KV of other tokens: compute or fill them afterwards."""
         write = self.filling(pieces)
         for number in range(len(self.layers)):
             write(number)

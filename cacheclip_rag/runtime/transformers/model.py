@@ -22,9 +22,9 @@ from ...base.clock import PhaseClock
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .attention import ATTENTION_NAME, pattern_attention
-from .attention_pattern import AttentionPattern, PassEnded, Probe, RowFilter, causal_pattern, install_layer_hooks
+from .attention_pattern import AttentionPattern, PassEnded, Probe, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, encode_batch
-from .cache import FusedCache, FusedLayer, Geometry, StepLayer, cache_argument
+from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
 from .structure import Structure, find_structure, layers_of, rotary_modules
@@ -245,36 +245,25 @@ class ModelRuntime(TextModel):
         slots: torch.Tensor,
         *,
         probe: Probe | None = None,
-        row_filter: RowFilter | None = None,
         before_layer: Callable[[int], None] | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
-        """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
-        ``row_filter`` removes rows between layers; ``before_layer`` is called with each layer's number before it runs,
-        and must run no pass. Otherwise as :meth:`run_rows`."""
-        geometry = cache.geometry
-        positions = slots if geometry is None else geometry.positions_of(slots)
-        pattern = causal_pattern(slots, self.device, geometry)
-        pattern.probe, pattern.row_filter = probe, row_filter
-        pattern.before_layer = before_layer
+        """Run tokens ``ids`` at ``slots`` with causal attention. ``before_layer`` is called with each layer's number
+        before it runs, and must run no pass. Otherwise as :meth:`run_rows`."""
+        pattern = causal_pattern(slots, self.device)
+        pattern.probe, pattern.before_layer = probe, before_layer
         pattern.position_embeddings = (
             self.rotary.embeddings(cache.tables_of(slots)) if cache.tables and self.rotary.hands_tables else None
         )
-        return self.run_rows(cache, ids, positions, pattern, slots=slots, head=head, logits_to_keep=logits_to_keep)
+        return self.run_rows(cache, ids, slots, pattern, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
     def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
-        slot = state.get_seq_length()
-        if state.geometry is not None and _needs_pattern(self.model, state.geometry):
-            logits = self.extend(state, torch.tensor([token_id]), slot)
-            assert logits is not None
-            return logits
-        position = state.position_of(slot)
         with self.pass_lock:
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
-                position_ids=torch.tensor([[position]], device=self.device),
+                position_ids=torch.tensor([[state.get_seq_length()]], device=self.device),
                 use_cache=True,
                 **cache_argument(self.model.base_model, state),
             )
@@ -285,16 +274,14 @@ class ModelRuntime(TextModel):
     def decode_steps(self, states: Sequence[FusedCache], token_ids: Sequence[int]) -> list[torch.Tensor]:
         """One pass in which each state's token is a row of its own: the weights are read once for all."""
         slots = [state.get_seq_length() for state in states]
-        alone = any(state.geometry is not None and _needs_pattern(self.model, state.geometry) for state in states)
-        if len(states) == 1 or alone or self.pinned_rope or self.is_offloaded:
+        if len(states) == 1 or self.pinned_rope or self.is_offloaded:
             return super().decode_steps(states, token_ids)
-        positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
         layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]
         try:
             with self.pass_lock:
                 output = self.model(
                     input_ids=torch.tensor([list(token_ids)], device=self.device),
-                    position_ids=torch.tensor([positions], device=self.device),
+                    position_ids=torch.tensor([slots], device=self.device),
                     use_cache=True,
                     cacheclip_steps=states,
                     **cache_argument(self.model.base_model, Cache(layers=layers)),
@@ -304,8 +291,3 @@ class ModelRuntime(TextModel):
                 state.cut(slot)
             raise
         return list(output.logits[0])
-
-
-def _needs_pattern(model: Any, geometry: Geometry) -> bool:
-    """Whether one appended row needs a pattern, because plain attention to all keys would be wrong."""
-    return geometry.contexts is not None or getattr(model.config, "sliding_window", None) is not None

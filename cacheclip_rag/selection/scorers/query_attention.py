@@ -66,9 +66,7 @@ def attention_to_tokens(
     asking = torch.isin(rows, question).nonzero().flatten()
     is_run = int(asking[-1]) - int(asking[0]) + 1 == len(asking)
     blocks = [
-        Block.of(
-            slice(int(part[0]), int(part[-1]) + 1), slice(0, num_tokens), rows[part], runtime.device, cache.geometry
-        )
+        Block.of(slice(int(part[0]), int(part[-1]) + 1), slice(0, num_tokens), rows[part], runtime.device)
         for part in ([asking] if is_run else asking.split(1))
     ]
     weights_seen: list[list[torch.Tensor]] = [[] for _ in chosen]

@@ -59,9 +59,6 @@ class LlamaState:
     def get_seq_length(self) -> int:
         return self.cells.length
 
-    def position_of(self, slot: int) -> int:
-        return slot
-
     def blocks(self, start: int, stop: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Of each block its number of tokens, and what llama.cpp writes of them."""
         for begin in range(start, stop, size):

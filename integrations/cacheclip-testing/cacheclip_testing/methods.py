@@ -23,7 +23,6 @@ import torch
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import Prefilled
 from cacheclip_rag.methods import Method, describe, preset, vary
-from cacheclip_rag.runtime import RowFilter
 from cacheclip_rag.selection import CacheView, PromptView
 
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
@@ -49,10 +48,10 @@ class Observed(Method):
     masks: Sequence[torch.Tensor] | None = None
     """Masks to use instead of ``inner``'s selection."""
     seen: dict[str, Any] = field(default_factory=dict)
-    """``view`` and ``masks`` of the last selection, and ``filter`` if the method has a row filter."""
+    """``view`` and ``masks`` of the last selection."""
 
     def __getattribute__(self, name: str) -> Any:
-        own = ("inner", "masks", "seen", "score", "select", "row_filter", "__class__", "__dict__")
+        own = ("inner", "masks", "seen", "score", "select", "__class__", "__dict__")
         return object.__getattribute__(self if name in own else object.__getattribute__(self, "inner"), name)
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
@@ -61,10 +60,6 @@ class Observed(Method):
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         chosen = self.inner.select(view, scores) if self.masks is None else list(self.masks)
         self.seen.update(view=view, masks=chosen)
-        return chosen
-
-    def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
-        chosen = self.seen["filter"] = self.inner.row_filter(view, rows)
         return chosen
 
 
@@ -98,12 +93,10 @@ class PromptCase:
 class MethodConformance(ABC):
     """Tests for methods that reuse stored chunks in one prefill."""
 
-    zero_is_direct: ClassVar[bool] = True
-    """Whether ratio 0.0 computes no chunk token; False if layers compute all tokens to choose some."""
     fills_budget: ClassVar[bool] = True
     """Whether the budget is spent exactly; False if it is only a limit."""
     charges_the_budget: ClassVar[bool] = True
-    """Whether the choice costs nothing; False if layers or a whole prefill are charged for it."""
+    """Whether the choice costs nothing; False if a whole prefill is charged for it."""
 
     @pytest.fixture
     @abstractmethod
@@ -134,7 +127,7 @@ class MethodConformance(ABC):
         assert logit_gap(prompt_case.prefill(_direct(method)).logits, expected) > DIFFERENT, "direct reuse must differ"
 
     def test_ratio_zero_is_direct_reuse(self, prompt_case: PromptCase, method: Method) -> None:
-        if not (method.has_ratio and self.zero_is_direct):
+        if not method.has_ratio:
             return
         prefilled = prompt_case.prefill(method.at(0.0))
         assert prefilled.stats.recomputed_tokens == 0 and prefilled.stats.charged_ratio == 0.0

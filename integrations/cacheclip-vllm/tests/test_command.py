@@ -157,8 +157,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
-        (["--method", "ape"], "changes positions"),
+        (["--method", "anchored"], "nothing would be reused: method 'anchored'"),
         (["--device", "cuda:1"], "device must be cpu or cuda"),
         (["--primary", "nobody/nothing", "--host", "0.0.0.0"], "--api-key"),  # no model is fetched before
         (["--api-key", "short"], "API key"),

@@ -93,9 +93,9 @@ def test_wrong_settings_are_told(options: dict[str, Any]) -> None:
 
 def test_methods_that_read_the_primarys_kv_are_plain_prefill(options: dict[str, Any]) -> None:
     fused = FusedLLM(Asked(options["primary"]), Planner(**options))
-    asked = ask(fused, [messages("Who?"), messages("When?")], method="cacheblend", tools=[SEARCH])
+    asked = ask(fused, [messages("Who?"), messages("When?")], method="anchored", tools=[SEARCH])
     assert asked.carried == [None, None] and len(asked.inputs) == 2
     ((reason, count),) = fused.plain.items()
-    assert "cacheblend" in reason and "primary's KV" in reason and count == 2
+    assert "anchored" in reason and "primary's KV" in reason and count == 2
     assert ask(fused, [messages("Who?")], tools=[SEARCH]).carried[0], "the twin: epic is fused"
     assert fused.generate([], SimpleNamespace(extra_args=None)) == []

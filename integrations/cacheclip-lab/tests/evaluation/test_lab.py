@@ -160,7 +160,7 @@ class TestRun:
         assert found["prefix"]["effective_ratio"] == 1.0
 
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
-        others = ["direct", "epic", "ape"]
+        others = ["direct", "epic", "anchored"]
         # text of its own before the first chunk, which is then not exact by itself
         records = [record(number, opening="One of the passages below says it.\n\n") for number in range(2)]
         behind = without_times(lab(config, records=records, methods=["prefix", *others]).run())
@@ -388,11 +388,11 @@ class TestResume:
         first = notes(summarise(lab(config, folder, RECORDS[:1], ["direct"]).run()))[0]
         assert first.startswith("Measured on ") and f", {torch.get_num_threads()} threads, transformers " in first
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-        summary = summarise(lab(config, folder, RECORDS[:1], ["direct", "ape"]).run())
-        assert list(summary["measured_on"].values()) == [["full", "direct"], ["ape"]]
+        summary = summarise(lab(config, folder, RECORDS[:1], ["direct", "block"]).run())
+        assert list(summary["measured_on"].values()) == [["full", "direct"], ["block"]]
         told = notes(summary)[0]
         assert told.startswith("Times were measured on different machines")
-        assert "those of ape (also) on" in told and ", 77 threads" in told
+        assert "those of block (also) on" in told and ", 77 threads" in told
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),

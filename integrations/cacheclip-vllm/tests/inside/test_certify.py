@@ -113,7 +113,7 @@ def test_the_command(settings: Any, tmp_path: Path) -> None:
     assert saved["identity"]["backend"].startswith("vllm 0.")
 
 
-@pytest.mark.parametrize(("method", "what"), [("cacheblend", "an engine with the weights"), ("full", "nothing to")])
+@pytest.mark.parametrize(("method", "what"), [("anchored", "an engine with the weights"), ("full", "nothing to")])
 def test_methods_that_vllm_alone_cannot_answer_by(settings: Any, folder: Path, method: str, what: str) -> None:
     config = EngineConfig(**{**settings().options, "method": method})
     with pytest.raises(ConfigurationError, match=what):

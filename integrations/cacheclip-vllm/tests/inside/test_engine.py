@@ -340,10 +340,12 @@ class TestBlocksOfFailedLoads:
 
 
 class TestMethodsThatCannot:
-    def test_geometry_is_refused(self, fused: FusedLLM, plain: Any) -> None:
-        found = outputs(fused, PROMPTS[:2], "ape")
+    def test_one_that_reads_kv_is_refused(self, fused: FusedLLM, plain: Any) -> None:
+        found = outputs(fused, PROMPTS[:2], "query_attention")
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain[:2]
-        assert outcomes(found) == ["none"] * 2 and "positions" in next(iter(fused.plain)) and fused.plain.total() == 2
+        assert (
+            outcomes(found) == ["none"] * 2 and "primary's KV" in next(iter(fused.plain)) and fused.plain.total() == 2
+        )
 
     def test_nothing_stored(self, fused: FusedLLM, setting: Setting) -> None:
         asked = ["Nothing of this is stored. What is it?"]

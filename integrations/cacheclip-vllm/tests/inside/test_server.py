@@ -260,7 +260,7 @@ class TestEqualAnswers:
         assert tuple(found.choices[0].token_ids) == setting.expected([PROMPTS[3]], preset("epic").at(0.5))[0]
         assert found.cacheclip["nominal_ratio"] == 0.5 and found.cacheclip["not_found"] > 0
         new = f"{'It was never stored. ' * 9}\n\nWhat?"
-        plain = served.chat(new, field={"documents": ["It was never stored. " * 9], "method": "cacheblend"})
+        plain = served.chat(new, field={"documents": ["It was never stored. " * 9], "method": "anchored"})
         assert (plain.cacheclip["outcome"], plain.cacheclip["misses"]) == ("plain", 1)
 
     def test_the_adapters_client(self, served: Served, setting: Setting) -> None:
