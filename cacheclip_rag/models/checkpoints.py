@@ -205,17 +205,19 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         return _read(str(folder), file, lambda: dict(json.loads(path.read_text()))) if path.is_file() else {}
 
     config = read("config.json")
-    return config.get("quantization_config") or config.get("compression_config") or read("hf_quant_config.json") or None
+    of_text = config.get("text_config") or {}
+    own = config.get("quantization_config") or of_text.get("quantization_config") or config.get("compression_config")
+    return own or read("hf_quant_config.json") or None
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.packed_weights import pack_weights
     from ..runtime.transformers.proof import prove
+    from ..runtime.transformers.quantised_weights import check_loaded, loading_options, num_dense_weights, scheme_of
     from ..runtime.transformers.text import quiet_transformers
     from ..runtime.transformers.text_part import TextPart, is_multimodal
     from ..runtime.transformers.weight_files import check_tensors, copy_mapped
@@ -223,7 +225,9 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
 
     check_device(device)
     config, tokenizer = _open(folder, name)
-    check_fits(folder, name, getattr(torch, dtype), device)
+    auto, scheme = _class_of(config), scheme_of(config, name)
+    in_full = num_dense_weights(auto, config) if scheme is not None and scheme.is_dense else None
+    check_fits(folder, name, getattr(torch, dtype), device, in_full)
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
         "use_safetensors": True,
@@ -232,15 +236,17 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     }
     if device in DEVICE_MAPS:
         options["device_map"] = device
+    if scheme is not None:
+        options = {**loading_options(scheme, config, device), **options}
     with quiet_transformers():
-        causal = type(config) in AutoModelForCausalLM._model_mapping
-        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
         load = partial(auto.from_pretrained, output_loading_info=True)
         model, found = _read(name, "*.safetensors", lambda: load(folder, **options))
     check_tensors(model, found, name)
+    if scheme is not None:
+        check_loaded(model, scheme, getattr(torch, dtype), name)
     if is_multimodal(config):
         model = TextPart(model, torch.tensor(tokenizer.encode(_PROBE, add_special_tokens=False)), name)
-    if device not in DEVICE_MAPS:
+    if "device_map" not in options:
         model = model.to(device)
     elif "disk" in getattr(model, "hf_device_map", {}).values():
         raise ModelError(
@@ -248,13 +254,20 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
             "read in every pass. Use a smaller model, or more devices."
         )
     pack_weights(model)
-    copy_mapped(model)
+    if "disable_mmap" not in options:
+        copy_mapped(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
-    identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
+    identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}" + (":dense" if in_full else "")}
     runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
     runtime.check()
     prove(runtime)
     return runtime
+
+
+def _class_of(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def _load_planning(folder: Path, name: str, dtype: str, quantization: str | None, backend: str) -> PlanningRuntime:
@@ -277,6 +290,8 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
     """Config and tokenizer. Raises UnsupportedModelError for a model whose KV cannot be reused."""
     from transformers import AutoConfig
 
+    from ..runtime.transformers.quantised_weights import scheme_of
+
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
@@ -284,12 +299,12 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
         )
     _read(name, "config.json", lambda: _check_numbers(folder))
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    if not planned and quantization_of(folder) and not getattr(config, "quantization_config", None):
+    check_supported(config, name, planned=planned)
+    if not planned and scheme_of(config, name) is None and quantization_of(folder):
         raise UnsupportedModelError(
             f"model {name!r} has quantised weights that transformers would read as if they were not. Serve it with "
             "vLLM (cacheclip serve --backend vllm), or give a checkpoint in full precision."
         )
-    check_supported(config, name, planned=planned)
     tokenizer = _load_tokenizer(folder, name)
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(

@@ -24,14 +24,15 @@ _CGROUPS = (
 """Files of cgroups (version 2, version 1) with limit, usage, and statistics of the usage."""
 
 
-def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None:
+def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str, num_weights: int | None = None) -> None:
     """Raise ModelError if the weights in ``folder`` need more memory than is free on ``device``.
 
     Only weights are counted, because the memory for caches and activations depends on the prompt. Nothing is checked if
-    free memory is unknown, or for a device map.
+    free memory is unknown, or for a device map. ``num_weights``: how many there are, if quantised ones become dense.
     """
     smaller = "" if dtype.itemsize < 4 else "dtype='bfloat16', "
-    check_room(weight_bytes(folder, dtype), name, device, f" as {str(dtype).removeprefix('torch.')}", smaller)
+    needed = weight_bytes(folder, dtype) if num_weights is None else num_weights * dtype.itemsize
+    check_room(needed, name, device, f" as {str(dtype).removeprefix('torch.')}", smaller)
 
 
 def check_room(needed: int, name: str, device: str, form: str = "", smaller: str = "") -> None:
@@ -51,7 +52,7 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     then reports the reason)."""
     return sum(
         prod(each["shape"]) * dtype.itemsize
-        if each["dtype"].startswith(("F", "BF"))
+        if each["dtype"] in ("F64", "F32", "F16", "BF16")  # others are quantised
         else each["data_offsets"][1] - each["data_offsets"][0]
         for each in _tensors(folder)
     )

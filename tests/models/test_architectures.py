@@ -108,11 +108,6 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match=r"'qwen2_vl', which is not known without its weights.*llama"):
             check_supported(Qwen2VLConfig(), "m", planned=True)
 
-    def test_quantised_weights(self) -> None:
-        config = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-        with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
-            check_supported(config, "m")
-
     @pytest.mark.parametrize(
         ("name", "what", "folder"),
         [

@@ -40,9 +40,10 @@ class TestWeights:
         assert (folder / "model.safetensors").is_file()
         assert weight_bytes(folder, torch.float32) == whole
 
-    def test_whole_numbers_stay_what_they_are(self, tmp_path: Path) -> None:
-        save_file({"a": torch.zeros(10, dtype=torch.int8), "b": torch.zeros(10)}, tmp_path / "model.safetensors")
-        assert weight_bytes(tmp_path, torch.bfloat16) == 10 + 20
+    def test_quantised_numbers_stay_what_they_are(self, tmp_path: Path) -> None:
+        eight_bits = {"a": torch.zeros(10, dtype=torch.int8), "c": torch.zeros(30, dtype=torch.float8_e4m3fn)}
+        save_file({**eight_bits, "b": torch.zeros(10)}, tmp_path / "model.safetensors")
+        assert weight_bytes(tmp_path, torch.bfloat16) == 10 + 30 + 20
 
     @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x02" + b"\0" * 7 + b"[]"])
     def test_damaged_files_are_for_the_loader_to_name(self, folder: Path, content: bytes) -> None:

@@ -70,8 +70,7 @@ def check_architecture(model_type: str, name: str) -> None:
 
 def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
     """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
-    ``config`` cannot be reused exactly, whatever its weights are. ``planned``: another process runs the weights, which
-    may be quantised."""
+    ``config`` cannot be reused exactly, whatever its weights are. ``planned``: another process runs the weights."""
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
         _refuse(
@@ -97,8 +96,6 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             _refuse(name, f"({model_type!r}) has layers that read the KV of other layers")
         if planned:
             check_architecture(model_type, name)
-    if getattr(config, "quantization_config", None) and not planned:
-        _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
     if getattr(text, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")
     for rope in _ropes(text):

@@ -45,8 +45,10 @@ def pack_weights(model: nn.Module) -> None:
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     num_bytes = 0
     for module in model.modules():
-        # neither subclasses, which multiply otherwise, nor layers whose weights accelerate moves
-        if type(module) is not nn.Linear or hasattr(module, "_hf_hook") or not _gains(module.weight):
+        # neither subclasses, which multiply otherwise, nor layers whose weights accelerate moves or torchao quantised
+        if type(module) is not nn.Linear or hasattr(module, "_hf_hook") or type(module.weight) is not nn.Parameter:
+            continue
+        if not _gains(module.weight):
             continue
         weight, is_shared = module.weight, users[id(module.weight)] > 1
         module.__class__ = PackedLinear

@@ -26,6 +26,7 @@ from ...base.version import __version__
 from .attention import ATTENTION_NAME
 from .attention_pattern import AttentionPattern, Block, causal_pattern
 from .packed_weights import weights_kept
+from .quantised_weights import check_rows, is_quantised
 from .structure import check_numbers, is_out_of_memory, ordinary_tokens
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ _LIMIT = 1e-4
 _ROUNDED = 0.1
 _TIMES = 2
 """The same in 16 bits, whose rounding is as large as some mistakes: a number, or as many times what rounding does to
-the unmodified model, if that is more (it chooses experts), and at most half of what wrong positions do."""
+the unmodified model, if that is more (it chooses experts), and at most half of what wrong positions do. Where
+activations are quantised, this takes the place of the limit in float32, too."""
 _NOTICED = 1e-3
 """Least gap that wrong positions must make, and twice that of the right ones."""
 
@@ -90,6 +92,7 @@ def _remembered(memo: Path, runtime: Any) -> dict[str, Any] | None:
 
 
 def _verdict(runtime: Any) -> dict[str, Any]:
+    check_rows(runtime.model, runtime.name)
     gaps: dict[str, float] = {}
     why = ""
     for seed in _SEEDS:
@@ -129,8 +132,8 @@ def _failures(runtime: Any, gaps: dict[str, float]) -> dict[str, float]:
     """Gaps that are missing or too large, and that of wrong positions if it is too small."""
     turns = any(runtime.rotary.readings)
     planted = gaps.get(_PLANTED, math.nan if turns else math.inf)
-    rounded = max(_ROUNDED, _TIMES * gaps.get(_NOISE, 0.0))
-    moved, logits = (_LIMIT, _LIMIT) if runtime.dtype == torch.float32 else (rounded, min(rounded, planted / 2))
+    moved = max(_LIMIT if runtime.dtype == torch.float32 else _ROUNDED, _TIMES * gaps.get(_NOISE, 0.0))
+    logits = max(_LIMIT, min(moved, planted / 2))
     limits = {what: moved if what == "moved" else logits for what in _CHECKS}  # KV, whose gaps are other ones
     failures = {what: gap for what in _CHECKS if not 0 <= (gap := gaps.get(what, math.nan)) <= limits[what]}
     shows = planted >= max(_NOTICED, 2 * gaps.get("recompute", math.nan))
@@ -153,7 +156,7 @@ def _gaps(runtime: Any, seed: int) -> dict[str, float]:
     expected = _unmodified(runtime, ids)
     exact, logits = runtime.prefill(ids[:last], capacity)
     gaps = {"prefill": _gap(logits, expected[last - 1])}
-    if runtime.dtype != torch.float32:
+    if runtime.dtype != torch.float32 or any(map(is_quantised, runtime.model.modules())):
         signs = torch.randint(2, (_NUM_TOKENS, 1), generator=make).to(runtime.device, runtime.dtype) * 2 - 1
         near = 1 + signs * torch.finfo(runtime.dtype).eps
         hook = runtime.model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * near)
