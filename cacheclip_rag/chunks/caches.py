@@ -61,12 +61,13 @@ class PrefixKV:
         key = self.key
         if (stored := caches.read_key(key, codec, caches.num_prefix)) is not None:
             return stored.tensor()
-        kv = self.encode()
+        kv, shape = self.encode(), caches.runtime.kv_shape(caches.num_prefix)
         try:
-            caches.store.put(key, kv, codec)
+            caches.store.put(key, kv, codec, shape=shape)
         except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode_frame(encode_frame(kv, codec, key, namespace=caches.store.namespace), key).tensor()
+        frame = encode_frame(kv, codec, key, namespace=caches.store.namespace, shape=shape)
+        return decode_frame(frame, key).tensor()
 
 
 class ChunkCaches:
@@ -171,7 +172,8 @@ class ChunkCaches:
             for text, kv in zip(missing, encoded, strict=True):
                 if kv is not None and is_wanted():
                     key = self.key(text)
-                    behind.add(partial(self.store.put, key, kv, self.codec, text=text), key)
+                    shape = self.runtime.kv_shape(kv.shape[3])
+                    behind.add(partial(self.store.put, key, kv, self.codec, shape=shape, text=text), key)
             if failed is not None:
                 raise failed
         written = set(missing)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ..base.errors import ConfigurationError
+from ..store import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -236,6 +237,8 @@ class Runtime(ABC):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    widths: Sequence[tuple[int, int, int]] = ()
+    """Of each layer its number of KV heads and the widths of its keys and values; empty: those above, in all."""
     dtype: torch.dtype
     device: torch.device
     """Device that takes the token ids."""
@@ -349,6 +352,8 @@ class Runtime(ABC):
 
     def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Shape of stored KV of so many tokens. A runtime whose KV is opaque bytes overrides this."""
+        if self.widths:
+            return shape_of(self.widths, num_tokens)
         return self.num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
 
     @abstractmethod

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
         KV as KV,
         Frame as Frame,
         FrameError as FrameError,
+        KVShape as KVShape,
+        LayerKV as LayerKV,
+        LayerShape as LayerShape,
         OtherVersionError as OtherVersionError,
         StoredKV as StoredKV,
         bytes_of as bytes_of,
@@ -50,7 +53,9 @@ if TYPE_CHECKING:
         frame_bytes as frame_bytes,
         keeps as keeps,
         layer_of as layer_of,
+        layer_shapes as layer_shapes,
         part_of as part_of,
+        shape_of as shape_of,
     )
     from .disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE, PAGE_CACHE as PAGE_CACHE, DiskBackend as DiskBackend
     from .entries import Entry as Entry, Total as Total
@@ -86,8 +91,8 @@ __getattr__, __all__ = late_names(
         "catalog": "Catalog SqliteCatalog erase",
         "chunk_store": "ChunkStore is_store",
         "codecs": (
-            "CODECS KV Frame FrameError OtherVersionError StoredKV bytes_of decode_frame encode_frame "
-            "frame_bytes keeps layer_of part_of"
+            "CODECS KV Frame FrameError KVShape LayerKV LayerShape OtherVersionError StoredKV bytes_of decode_frame "
+            "encode_frame frame_bytes keeps layer_of layer_shapes part_of shape_of"
         ),
         "disk": "CAN_DROP_PAGE_CACHE PAGE_CACHE DiskBackend",
         "entries": "Entry Total",

@@ -190,7 +190,7 @@ class ReadAhead:
         for frame in frames:
             memory = frame.data.obj
             if isinstance(memory, mmap.mmap):
-                begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
+                begin, end = frame.bounds[layer : layer + 2]
                 begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE  # shares a page with the next one
                 if begin < end:
                     memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
@@ -373,7 +373,7 @@ class LayerReads:
         """Read layers ``first`` to ``stop - 1`` into memory and compare them with their checksums. False if they could
         not be read or are not what the header says."""
         frame = stored.frame
-        begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
+        begin, end = frame.bounds[first], frame.bounds[stop]
         try:
             if self._tiers.read_part(frame.key, begin, frame.data[begin:end], stored.tier) != end - begin:
                 return False

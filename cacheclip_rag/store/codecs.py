@@ -17,10 +17,11 @@ import math
 import mmap
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,14 +67,67 @@ class LayerKV(NamedTuple):
         return torch.stack((self.keys, self.values if self.scale is None else self.values * self.scale))
 
 
+class LayerShape(NamedTuple):
+    """Shape of a layer's KV: keys ``(num_kv_heads, num_tokens, key_width)``, values ``(num_kv_heads, num_tokens,
+    value_width)``."""
+
+    num_kv_heads: int
+    num_tokens: int
+    key_width: int
+    value_width: int
+    """0: the layer has no values."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Keys' and values' together."""
+        return self.num_kv_heads * self.num_tokens * (self.key_width + self.value_width)
+
+
+class KVShape(tuple[int, ...]):
+    """Shape of KV whose layers differ: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` with the largest number
+    of heads and the largest width. A layer uses the first ones; the others are padding, which is not stored."""
+
+    used: tuple[tuple[int, int, int], ...]
+    """Per layer its number of heads and the widths of its keys and values."""
+    layers: tuple[LayerShape, ...]
+    """The same with the number of tokens."""
+
+    def __new__(cls, used: Sequence[tuple[int, int, int]], num_tokens: int) -> KVShape:
+        heads, *widths = zip(*used, strict=True)
+        shape = super().__new__(cls, (len(used), 2, max(heads), num_tokens, max(map(max, widths))))
+        shape.used = tuple(used)
+        shape.layers = tuple(LayerShape(heads, num_tokens, *widths) for heads, *widths in used)
+        return shape
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.used, self[3]
+
+
+def shape_of(used: Sequence[tuple[int, int, int]], num_tokens: int) -> tuple[int, ...]:
+    """Shape of KV of these layers (:attr:`KVShape.used`)."""
+    shape = KVShape(used, num_tokens)
+    return shape if {*used} != {(shape[2], shape[4], shape[4])} else tuple(shape)
+
+
+def layer_shapes(shape: Sequence[int]) -> tuple[LayerShape, ...]:
+    """What each layer has of KV of this shape."""
+    if isinstance(shape, KVShape):
+        return shape.layers
+    num_layers, _, num_heads, num_tokens, width = shape
+    return (LayerShape(num_heads, num_tokens, width, width),) * num_layers
+
+
+def widths_of(shape: Sequence[int]) -> object:
+    """Equal for KV whose shapes differ in the number of tokens only."""
+    return *shape[:3], *shape[4:], shape.used if isinstance(shape, KVShape) else ()
+
+
 class ArrayPart(NamedTuple):
     """One array of numbers in the bytes of a layer."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    axis: int
-    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk. The axis before is that of KV
-    heads."""
+    shape: tuple[int, int, int]
+    """``(num_kv_heads, num_tokens, width)``, with one token for numbers that hold for all tokens of a chunk."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,18 +135,18 @@ class ArrayPart(NamedTuple):
 
 
 class Codec(ABC):
-    """Turns the KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, into bytes and back."""
+    """Turns the KV of one layer into bytes and back."""
 
     bits: int
     """Bits per number, to compare the precision of codecs."""
 
     @abstractmethod
-    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
+    def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
         """The arrays of a layer of this shape, one after the other in its bytes."""
 
     @abstractmethod
-    def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        """The layer's bytes: a uint8 tensor of one dimension, on the CPU."""
+    def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The bytes of a layer's keys and values: a uint8 tensor of one dimension, on the CPU."""
 
     @abstractmethod
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
@@ -100,35 +154,39 @@ class Codec(ABC):
         them. If tokens of several chunks stand side by side, an array that holds for all tokens of a chunk has one
         entry per token, too."""
 
-    def head_ranges(self, shape: Sequence[int], heads: slice) -> Iterator[slice]:
+    def head_ranges(self, shape: LayerShape, heads: slice) -> Iterator[slice]:
         """Where the bytes of neighbouring heads stand in a layer of this shape."""
         offset = 0
         for part in self.parts(shape):
-            of_head = math.prod(part.shape[part.axis :]) * part.dtype.itemsize
-            of_all = of_head * part.shape[part.axis - 1]
-            for start in range(offset, offset := offset + part.num_bytes, of_all):
-                yield slice(start + heads.start * of_head, start + heads.stop * of_head)
+            of_head = part.num_bytes // shape.num_kv_heads
+            yield slice(offset + heads.start * of_head, offset + heads.stop * of_head)
+            offset += part.num_bytes
 
-    def head_checksums(self, layer: memoryview, shape: Sequence[int]) -> str:
+    def head_checksums(self, layer: memoryview, shape: LayerShape) -> str:
         """xxh3 of each head of a layer, 16 hexadecimal digits each."""
-        checksums = [xxhash.xxh3_64() for _ in range(shape[1])]
+        checksums = [xxhash.xxh3_64() for _ in range(shape.num_kv_heads)]
         for number, checksum in enumerate(checksums):
             for place in self.head_ranges(shape, slice(number, number + 1)):
                 checksum.update(layer[place])
         return "".join(checksum.hexdigest() for checksum in checksums)
 
-    def num_bytes(self, shape: Sequence[int]) -> int:
+    def num_bytes(self, shape: LayerShape) -> int:
         return sum(part.num_bytes for part in self.parts(shape))
 
-    def arrays(self, data: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-        """The arrays in the bytes of a layer, on the device of ``data``, in the same memory."""
+    def decode(self, data: torch.Tensor, shape: LayerShape) -> LayerKV:
+        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
         parts = self.parts(shape)
         pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
-        return [piece.view(part.dtype).view(part.shape) for piece, part in pieces]
+        return self.combine([_aligned(piece, part.dtype).view(part.dtype).view(part.shape) for piece, part in pieces])
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
-        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
-        return self.combine(self.arrays(data, shape))
+
+def _aligned(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes that can be viewed as numbers: behind an odd number of 8-bit integers they are copied."""
+    return data.clone() if data.storage_offset() % dtype.itemsize else data
+
+
+def _bytes_of(*arrays: torch.Tensor) -> torch.Tensor:
+    return torch.cat([array.contiguous().flatten().view(torch.uint8) for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +199,25 @@ class FloatCodec(Codec):
     def bits(self) -> int:  # type: ignore[override]
         return self.dtype.itemsize * 8
 
-    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
-        return (ArrayPart(self.dtype, tuple(shape), 2),)
+    def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
+        heads, tokens, *widths = shape
+        return tuple(ArrayPart(self.dtype, (heads, tokens, width)) for width in widths)
 
-    def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        stored = layer.to("cpu", self.dtype)
-        if torch.finfo(self.dtype).max < torch.finfo(layer.dtype).max and not stored.isfinite().all():
-            name, largest = str(self.dtype).removeprefix("torch."), float(layer.abs().max())
+    def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
+        return _bytes_of(*map(self._stored, layer))
+
+    def _stored(self, numbers: torch.Tensor) -> torch.Tensor:
+        stored = numbers.to("cpu", self.dtype)
+        if torch.finfo(self.dtype).max < torch.finfo(numbers.dtype).max and not stored.isfinite().all():
+            name, largest = str(self.dtype).removeprefix("torch."), float(numbers.abs().max())
             raise ConfigurationError(
                 f"KV up to {largest:g} cannot be stored with codec {name}: it would be infinite. Use codec bfloat16 or "
                 "float32."
             )
-        return stored.contiguous().flatten().view(torch.uint8)
+        return stored
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*arrays[0])
+        return LayerKV(*arrays)
 
 
 class Int8Codec(Codec):
@@ -172,36 +234,33 @@ class Int8Codec(Codec):
 
     bits = 8
 
-    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
-        _, heads, tokens, width = shape
+    def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
+        heads, tokens, keys, values = shape
         return (
-            ArrayPart(torch.int8, (2, heads, tokens, width), 2),
-            ArrayPart(torch.float32, (2, heads, 1, width), 2),
-            ArrayPart(torch.float32, (heads, tokens, 1), 1),
+            ArrayPart(torch.int8, (heads, tokens, keys)),
+            ArrayPart(torch.int8, (heads, tokens, values)),
+            ArrayPart(torch.float32, (heads, 1, keys)),
+            ArrayPart(torch.float32, (heads, 1, keys)),
+            ArrayPart(torch.float32, (heads, tokens, min(1, values))),
         )
 
-    def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        layer = layer.to("cpu", torch.float32)
-        if not layer.isfinite().all():
+    def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
+        keys, values = (numbers.to("cpu", torch.float32) for numbers in layer)
+        if not (keys.isfinite().all() and values.isfinite().all()):
             raise ConfigurationError(
                 "KV that is not finite (infinity or NaN) cannot be stored with codec int8: it would spoil the numbers "
                 "beside it. Use the codec float32, or run the model with another dtype."
             )
-        keys, values = layer
         low, high = (bound / 2 for bound in keys.aminmax(dim=-2, keepdim=True))  # their sum and range cannot overflow
         middle = low + high
         key_step = (high - low) / 127
-        value_step = values.abs().amax(-1, keepdim=True) / 127
-        parts = (
-            _quantise(keys - middle, key_step),
-            _quantise(values, value_step),
-            torch.stack((middle, key_step)),
-            value_step,
+        value_step = values.abs().amax(-1, keepdim=True) / 127 if values.numel() else values
+        return _bytes_of(
+            _quantise(keys - middle, key_step), _quantise(values, value_step), middle, key_step, value_step
         )
-        return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        (keys, values), (middle, key_step), value_step = arrays
+        keys, values, middle, key_step, value_step = arrays
         keys = keys.float()  # converting first is 1.5 times as fast as multiplying integers with floats
         torch.addcmul(middle, keys, key_step, out=keys)
         return LayerKV(keys, values, value_step)
@@ -217,15 +276,17 @@ class BytesCodec(Codec):
 
     bits = 1 << 10  # no number is more precise
 
-    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
-        return (ArrayPart(torch.uint8, tuple(shape), 2),)
+    def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
+        heads, tokens, *widths = shape
+        return tuple(ArrayPart(torch.uint8, (heads, tokens, width)) for width in widths)
 
-    def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        assert layer.dtype == torch.uint8, f"opaque KV is bytes, got {layer.dtype}"
-        return layer.contiguous().flatten()
+    def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
+        halves = [*layer]
+        assert halves[0].dtype == torch.uint8, f"opaque KV is bytes, got {halves[0].dtype}"
+        return _bytes_of(*halves)
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*arrays[0])
+        return LayerKV(*arrays)
 
 
 CODECS: dict[str, Codec] = {
@@ -261,29 +322,40 @@ class StoredKV:
         """KV of one layer, in the codec's dtype, or float32 from integers. It may share memory with the store: do not
         write to it."""
         data = self.frame.layer_bytes(number).to(device)  # before decoding, because fewer bytes move
-        keys, values, scale = CODECS[self.codec].decode(data, self.frame.shape[1:])
+        keys, values, scale = CODECS[self.codec].decode(data, self.frame.layers[number])
         chosen = self.tokens
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
-    def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """The codec's arrays (:meth:`Codec.parts`) of all layers, cut to the chosen tokens: each ``(num_layers,
-        *shape)`` integers of the size of its numbers, in the memory of the store."""
-        frame = self.frame
-        views, offset = [], frame.start
-        for part in CODECS[self.codec].parts(frame.shape[1:]):
-            size = part.dtype.itemsize
-            steps = [size * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
-            view: np.ndarray[Any, Any] = np.ndarray(
-                (frame.shape[0], *part.shape), f"i{size}", frame.data, offset, (frame.layer_size, *steps)
-            )
-            # one number may hold for all tokens
-            views.append(view[(*(slice(None),) * (part.axis + 1), self.tokens)] if part.shape[part.axis] > 1 else view)
-            offset += part.num_bytes
-        return views
+    def arrays(self) -> list[list[np.ndarray[Any, Any]]]:
+        """For each of the codec's arrays (:meth:`Codec.parts`) that of every layer, cut to the chosen tokens: integers
+        of the size of its numbers, in the memory of the store."""
+        frame, codec = self.frame, CODECS[self.codec]
+        layers = frame.layers
+        arrays: list[list[np.ndarray[Any, Any]]] = [[] for _ in codec.parts(layers[0])]
+        for shape, run in groupby(range(len(layers)), key=layers.__getitem__):  # one view for neighbours that are alike
+            first, *others = run
+            offset, step = frame.bounds[first], frame.bounds[first + 1] - frame.bounds[first]
+            for of_part, part in zip(arrays, codec.parts(shape), strict=True):
+                size, (_, num_tokens, width) = part.dtype.itemsize, part.shape
+                steps = (step, size * width * num_tokens, size * width, size)
+                view: np.ndarray[Any, Any] = np.ndarray(
+                    (1 + len(others), *part.shape), f"i{size}", frame.data, offset, steps
+                )
+                # one number may hold for all tokens
+                of_part.extend(view[:, :, self.tokens] if num_tokens > 1 else view)
+                offset += part.num_bytes
+        return arrays
 
     def tensor(self) -> torch.Tensor:
         """KV of all layers, in memory of its own."""
-        return torch.stack([self.layer(number).tensor() for number in range(self.shape[0])])
+        layers = [self.layer(number) for number in range(self.shape[0])]
+        if not isinstance(self.frame.shape, KVShape):
+            return torch.stack([layer.tensor() for layer in layers])
+        padded = torch.zeros(self.shape, dtype=(layers[0].keys).dtype)
+        for target, (keys, values, scale) in zip(padded, layers, strict=True):
+            target[0, : len(keys), :, : keys.shape[2]] = keys
+            target[1, : len(values), :, : values.shape[2]] = values if scale is None else values * scale
+        return padded
 
 
 KV = torch.Tensor | StoredKV
@@ -323,7 +395,7 @@ class Frame:
     """Digest of the chunk's text (see :func:`~cacheclip_rag.base.keys.text_digest`); None if there is no text."""
     codec: str
     shape: tuple[int, ...]
-    """Shape of the KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+    """Shape of the KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``; a :class:`KVShape` if layers differ."""
     checksums: tuple[str, ...]
     """xxh3 of each layer. They detect damage, not forgery."""
     start: int
@@ -331,8 +403,8 @@ class Frame:
     heads: tuple[str, ...] = ()
     """xxh3 of each head, in one text a layer, so that a part of the heads can be read alone. Empty: there is one head,
     or the payload is of an older version."""
-    layer_size: int = 0
-    """Bytes of each layer, by codec and shape. :meth:`parse` sets it."""
+    bounds: tuple[int, ...] = ()
+    """Where each layer begins, and where the last one ends, in bytes, by codec and shape. :meth:`parse` sets them."""
 
     @classmethod
     def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
@@ -351,13 +423,12 @@ class Frame:
                 TextRow(*_ROW.unpack(bytes.fromhex(row))) if row else None,
                 bytes.fromhex(header["digest"]) if header["digest"] else None,
                 header["codec"],
-                tuple(header["shape"]),
+                _read_shape(header),
                 tuple(header["checksums"]),
                 start,
                 tuple(header.get("heads", ())),
             )
-            whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
-            if not whole or frame.shape[1] != 2 or len(frame.checksums) != frame.shape[0]:
+            if len(frame.checksums) != frame.shape[0]:
                 raise FrameError("its header contradicts itself")
             check_namespace(frame.namespace)
             if {*map(type, frame.checksums)} != {str}:
@@ -368,7 +439,7 @@ class Frame:
                 frame.text is not None and frame.text.digest != frame.digest
             ):
                 raise FrameError("its header contradicts itself")
-            frame = replace(frame, layer_size=CODECS[frame.codec].num_bytes(frame.shape[1:]))
+            frame = replace(frame, bounds=_bounds(frame.shape, frame.codec, start))
         except (
             ConfigurationError,
             KeyError,
@@ -398,18 +469,28 @@ class Frame:
     def num_tokens(self) -> int:
         return self.shape[3]
 
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        return layer_shapes(self.shape)
+
+    @property
+    def layer_size(self) -> int:
+        """Mean bytes of a layer."""
+        return (self.num_bytes - self.start) // self.shape[0]
+
     def layer_bytes(self, number: int) -> torch.Tensor:
         """Bytes of one layer: a uint8 view of the frame's memory."""
-        size = self.layer_size
-        return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
+        begin, end = self.bounds[number : number + 2]
+        return torch.frombuffer(self.data, dtype=torch.uint8, count=end - begin, offset=begin)
 
     def verify(self, first: int = 0, num_bytes: int | None = None) -> int:
         """Compare layers from ``first`` on, within the first ``num_bytes`` bytes of the frame (default all), with their
         checksums; returns the number of the first layer that was not compared. Raises FrameError if one is damaged."""
-        size = self.layer_size
-        stop = len(self.checksums) if num_bytes is None else max(first, (num_bytes - self.start) // size)
+        stop = len(self.checksums)
+        if num_bytes is not None:
+            stop = max(first, bisect_right(self.bounds, num_bytes) - 1)
         for number in range(first, stop):
-            layer = self.data[self.start + number * size : self.start + (number + 1) * size]
+            layer = self.data[self.bounds[number] : self.bounds[number + 1]]
             if xxhash.xxh3_128_hexdigest(layer) != self.checksums[number]:
                 raise FrameError(f"layer {number} does not match its checksum")
         return stop
@@ -419,31 +500,28 @@ class Frame:
         by where they begin. Then it must be compared by :meth:`verify_heads`."""
         codec, (num_layers, two, _, *rest) = CODECS[self.codec], self.shape
         shape = (num_layers, two, heads.stop - heads.start, *rest)
-        layer_size = codec.num_bytes(shape[1:])
-        memory = new_memory(num_layers * layer_size)
-        places, done = [*codec.head_ranges(self.shape[1:], heads)], 0
+        bounds = _bounds(shape, self.codec, 0)
+        memory = new_memory(bounds[-1])
+        places, done = [*codec.head_ranges(self.layers[0], heads)], 0
         ranges = list[tuple[int, memoryview]]()
-        for number, place in product(range(num_layers), places):
+        for begin, place in product(self.bounds[:-1], places):
             size = place.stop - place.start
-            ranges.append((self.start + number * self.layer_size + place.start, memory[done : done + size]))
+            ranges.append((begin + place.start, memory[done : done + size]))
             done += size
         own = slice(16 * heads.start, 16 * heads.stop)
         checksums = tuple(of_layer[own] for of_layer in self.heads)
-        return replace(
-            self, data=memory, shape=shape, checksums=(), start=0, heads=checksums, layer_size=layer_size
-        ), ranges
+        return replace(self, data=memory, shape=shape, checksums=(), start=0, heads=checksums, bounds=bounds), ranges
 
     def verify_heads(self) -> None:
         """Compare the layers of :meth:`of_heads` with their checksums. Raises FrameError if one is damaged."""
-        size, shape = self.layer_size, self.shape[1:]
-        for number, expected in enumerate(self.heads):
-            layer = self.data[number * size : (number + 1) * size]
+        for number, (expected, shape) in enumerate(zip(self.heads, self.layers, strict=True)):
+            layer = self.data[self.bounds[number] : self.bounds[number + 1]]
             if CODECS[self.codec].head_checksums(layer, shape) != expected:
                 raise FrameError(f"heads of layer {number} do not match their checksums")
 
     @property
     def num_bytes(self) -> int:
-        return self.start + self.shape[0] * self.layer_size
+        return self.bounds[-1]
 
 
 class FrameSink(Sink):
@@ -492,7 +570,7 @@ def new_memory(num_bytes: int) -> memoryview:
 
 def checked_frame(frame: Frame, shape: Sequence[int] | None) -> Frame:
     """The frame. Raises FrameError if its KV has another shape."""
-    if shape is not None and frame.shape != tuple(shape):
+    if shape is not None and (frame.shape != tuple(shape) or frame.layers != layer_shapes(shape)):
         raise FrameError(f"it has the shape {frame.shape}, but KV of this model has {tuple(shape)}")
     return frame
 
@@ -505,10 +583,12 @@ def encode_frame(
     namespace: str,
     digest: bytes | None = None,
     text: TextRow | None = None,
+    shape: Sequence[int] | None = None,
 ) -> bytearray:
     """The frame of a KV tensor ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
 
     Args:
+        shape: of the KV; a :class:`KVShape` if it is padded. Default: the tensor's.
         digest: digest of the chunk's text; None for KV without a text (the shared prefix).
         text: the text's row in the text index, if it has one.
 
@@ -520,27 +600,43 @@ def encode_frame(
     assert kv.ndim == 5 and kv.numel(), (
         f"KV must have five dimensions and at least one token, got shape {tuple(kv.shape)}"
     )
-    layers = [memoryview(CODECS[codec].encode(layer).numpy()) for layer in kv]  # type: ignore[arg-type]
+    shape = kv.shape if shape is None else shape
+    assert kv.shape == tuple(shape), f"KV has the shape {tuple(kv.shape)}, expected {tuple(shape)}"
+    encoder, shapes = CODECS[codec], layer_shapes(shape)
+    layers = [memoryview(encoder.encode(_used(*each)).numpy()) for each in zip(kv, shapes, strict=True)]  # type: ignore[arg-type]
     checksums = [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
-    shape, several = kv.shape[1:], kv.shape[2] > 1
-    heads = [CODECS[codec].head_checksums(layer, shape) for layer in layers if several]
-    frame = _write_header(key, namespace, digest, text, codec, kv.shape, checksums, heads)
+    heads = [encoder.head_checksums(*each) for each in zip(layers, shapes, strict=True) if _has_heads(shape)]
+    frame = _write_header(key, namespace, digest, text, codec, shape, checksums, heads)
     for layer in layers:
         frame += layer
     return frame
 
 
+def _used(layer: torch.Tensor, shape: LayerShape) -> Iterator[torch.Tensor]:
+    """Keys and values without padding."""
+    return (numbers[: shape.num_kv_heads, :, :width] for numbers, width in zip(layer, shape[2:], strict=True))
+
+
+def _has_heads(shape: Sequence[int]) -> bool:
+    """Whether each head has a checksum of its own."""
+    return shape[2] > 1 and not isinstance(shape, KVShape)
+
+
+def _bounds(shape: Sequence[int], codec: str, start: int) -> tuple[int, ...]:
+    return tuple(accumulate(map(CODECS[codec].num_bytes, layer_shapes(shape)), initial=start))
+
+
 def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:
     """Size in bytes of the frame that :func:`encode_frame` makes of a chunk's KV of this shape."""
     row = TextRow(*_ROW.unpack(bytes(_ROW.size)))
-    heads = ["0" * 16 * shape[2]] * shape[0] if shape[2] > 1 else []
+    heads = ["0" * 16 * shape[2]] * shape[0] if _has_heads(shape) else []
     header = _write_header("0" * 64, namespace, bytes(16), row, codec, shape, ["0" * 32] * shape[0], heads)
-    return len(header) + shape[0] * CODECS[codec].num_bytes(shape[1:])
+    return _bounds(shape, codec, len(header))[-1]
 
 
 def most_bytes(shape: Sequence[int]) -> int:
     """The most bytes that the layers of KV of this shape take, whatever the codec."""
-    return shape[0] * max(codec.num_bytes(shape[1:]) for codec in CODECS.values())
+    return max(_bounds(shape, codec, 0)[-1] for codec in CODECS)
 
 
 def decode_frame(data: Buffer, key: str) -> StoredKV:
@@ -572,12 +668,27 @@ def _write_header(
         "text": _ROW.pack(*text).hex() if text else "",
         "codec": codec,
         "shape": list(shape),
+        **({"layers": shape.used} if isinstance(shape, KVShape) else {}),
         "checksums": list(checksums),
         **({"heads": list(heads)} if heads else {}),
     }
     written = json.dumps(header, separators=(",", ":")).encode()
     written += b" " * (-(_PREAMBLE.size + len(written)) % _ALIGNMENT)
     return bytearray(_PREAMBLE.pack(_MAGIC, FRAME_VERSION, len(written), xxhash.xxh3_64_intdigest(written)) + written)
+
+
+def _read_shape(header: dict[str, Any]) -> tuple[int, ...]:
+    """Raises FrameError: it is none."""
+    shape, used = tuple(header["shape"]), header.get("layers", ())
+    whole = len(shape) == 5 and all(type(size) is int and size > 0 for size in shape)
+    if whole and used:
+        numbers = [number for each in used for number in each]
+        whole = all(type(number) is int and number >= 0 for number in numbers)
+        padded = KVShape([(heads, keys, values) for heads, keys, values in used], shape[3])
+        whole, shape = whole and padded == shape and min(heads * keys for heads, keys, _ in padded.used) > 0, padded
+    if not whole or shape[1] != 2:
+        raise FrameError("its header contradicts itself")
+    return shape
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:

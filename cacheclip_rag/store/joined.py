@@ -9,14 +9,15 @@ side by side, and the other layers need not be there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 import torch
 
-from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
+from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV, widths_of
 
 _ALL_HEADS = slice(None)
 COPIES_BESIDE = ("cuda",)
@@ -55,37 +56,35 @@ class Joined:
             layers = [kv[number] for kv in self.pieces if isinstance(kv, torch.Tensor)]
             joined = torch.cat(layers, dim=2) if len(layers) > 1 else layers[0]
             return LayerKV(*joined[:, heads].to(device))
-        codec = CODECS[first.codec]
-        *before, _, width = first.frame.shape[1:]
-        parts = codec.parts((*before, 2, width))
-        if torch.device(device).type in COPIES_BESIDE:
-            return codec.combine([*self._moved(number, torch.device(device), heads, parts)])
-        arrays = []
-        for index, part in enumerate(parts):
-            own = (*(slice(None),) * (part.axis - 1), heads)
-            pieces = [of_piece[index][number][own] for of_piece in self._arrays]
-            side_by_side = np.concatenate(pieces, part.axis) if len(pieces) > 1 else pieces[0]
-            array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
-            if part.shape[part.axis] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
-                array = array.index_select(part.axis, self._piece_of_token.to(device))
-            arrays.append(array)
-        return codec.combine(arrays)
+        codec, shape = CODECS[first.codec], first.frame.layers[number]
+        # of each of the codec's arrays: what it is in a piece of several tokens, and that of each piece
+        arrays = zip(codec.parts(shape._replace(num_tokens=2)), zip(*self._arrays, strict=True), strict=True)
+        device = torch.device(device)
+        move = self._moved if device.type in COPIES_BESIDE else self._side_by_side
+        return codec.combine(
+            [move(part, [layers[number][heads] for layers in of_pieces], device) for part, of_pieces in arrays]
+        )
 
-    def _moved(
-        self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]
-    ) -> Iterator[torch.Tensor]:
-        """The arrays of a layer. Each piece is moved to its place among the others on the device, from page-locked
-        memory while the caller goes on: keep the pieces until the device has used them."""
-        for part, of_pieces in zip(parts, zip(*self._arrays, strict=True), strict=True):
-            own = (number, *(slice(None),) * (part.axis - 1), heads)
-            sources = [torch.from_numpy(array[own]).view(part.dtype) for array in of_pieces]
-            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk, and is repeated on the device
-                sources = [source.to(device, non_blocking=True) for source in sources]
-            before, after = sources[0].shape[: part.axis], sources[0].shape[part.axis + 1 :]
-            joined = torch.empty(*before, sum(self.lengths), *after, dtype=part.dtype, device=device)
-            for target, source in zip(joined.split(self.lengths, part.axis), sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            yield joined
+    def _side_by_side(
+        self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device
+    ) -> torch.Tensor:
+        side_by_side = np.concatenate(pieces, 1) if len(pieces) > 1 else pieces[0]
+        array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
+        if part.shape[1] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
+            array = array.index_select(1, self._piece_of_token.to(device))
+        return array
+
+    def _moved(self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device) -> torch.Tensor:
+        """Each piece is moved to its place among the others on the device, from page-locked memory while the caller
+        goes on: keep the pieces until the device has used them."""
+        sources = [torch.from_numpy(array).view(part.dtype) for array in pieces]
+        if part.shape[1] == 1:  # holds for all tokens of a chunk, and is repeated on the device
+            sources = [source.to(device, non_blocking=True) for source in sources]
+        num_heads, _, width = sources[0].shape
+        joined = torch.empty(num_heads, sum(self.lengths), width, dtype=part.dtype, device=device)
+        for target, source in zip(joined.split(self.lengths, 1), sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        return joined
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
@@ -103,7 +102,7 @@ def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
         for _, group in groupby(
             placed,
             key=lambda piece: (
-                (piece[1].codec, piece[1].frame.shape[:3], piece[1].frame.shape[4])
+                (piece[1].codec, widths_of(piece[1].frame.shape))
                 if isinstance(piece[1], StoredKV)
                 else (piece[1].dtype, piece[1].device, piece[1].shape[:3], piece[1].shape[4])
             ),

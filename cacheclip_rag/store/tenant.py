@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Shape = Sequence[int]
-"""Of KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+"""Of KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``; a :class:`~cacheclip_rag.store.KVShape` if layers
+differ."""
 
 _USES = 64
 """Uses after which they are recorded."""
@@ -239,12 +240,22 @@ class TenantStore(Closing):
         self.promote(key, data, tier)
         return StoredKV(frame)
 
-    def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None, of_prompt: bool = False) -> bool:
+    def put(
+        self,
+        key: str,
+        kv: torch.Tensor,
+        codec: str,
+        *,
+        shape: Shape | None = None,
+        text: str | None = None,
+        of_prompt: bool = False,
+    ) -> bool:
         """Store KV atomically. May evict other entries to stay within the limits.
 
         Args:
             kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
             codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
+            shape: as in :func:`~cacheclip_rag.store.encode_frame`.
             text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
             of_prompt: KV of a prompt. It is evicted before all else, and nothing else for it.
 
@@ -257,7 +268,7 @@ class TenantStore(Closing):
         """
         digest = text_digest(text) if text is not None else PROMPTS if of_prompt else None
         row = text_row(text) if text is not None else None
-        data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
+        data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row, shape=shape)
         self.flush()  # evict by all uses
         if self.promotes:
             self.chunk_store.erasures.watch(self.namespace, self)

@@ -155,10 +155,9 @@ def scatter_cache(start: FusedCache, num_tokens: int, rows: torch.Tensor) -> Cac
     """The reference's cache with the KV of an assembled one, zeros where that has none."""
     layers = []
     for layer in start.layers:
-        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
-        keys, values = torch.zeros(shape), torch.zeros(shape)
-        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
-        layers.append(ScatterLayer(keys, values, rows))
+        kv = [torch.zeros(1, each.shape[1], num_tokens, each.shape[3]) for each in (layer.keys, layer.values)]
+        kv[0][:, :, : layer.length], kv[1][:, :, : layer.length] = layer.keys, layer.values
+        layers.append(ScatterLayer(*kv, rows))
     return Cache(layers=layers)
 
 

@@ -33,7 +33,7 @@ BLOCK_BYTES = SIZE * 2 * (2 * 4 * 4 + 1 * 8 * 4 + 2 * 4 * 4 + 2 * 4 * 2)
 
 
 def empty(capacity: int) -> FusedCache:
-    cache = FusedCache(layers=[FusedLayer(h, d, capacity, dtype, torch.device("cpu")) for h, d, dtype in SHAPES])
+    cache = FusedCache(layers=[FusedLayer((h, d, d), capacity, dtype, torch.device("cpu")) for h, d, dtype in SHAPES])
     cache.token_bytes = sum(2 * h * d * dtype.itemsize for h, d, dtype in SHAPES)
     return cache
 

@@ -32,20 +32,28 @@ _WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LOOKED_AT: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": _WINDOWS,
     "ernie4_5": {},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **_WINDOWS,
+        **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 400},
+    },
     "glm4": {"partial_rotary_factor": 0.5},
-    "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": _ROUTED,
     "gpt_neox": {},
+    "mimo_v2_flash": {**_WINDOWS, **_ROUTED, "v_head_dim": 8, "hybrid_layer_pattern": [1, 0, 1, 0]},
     "ministral3": {},
     "olmo3": _WINDOWS,
     "starcoder2": {},
 }
 """Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
-without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position."""
+without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position, layers that
+differ in the number of heads, or in the widths of keys and values."""
 
 
 def skip_unless_known(architecture: str) -> None:
@@ -239,6 +247,16 @@ def test_another_scale_is_refused_in_16_bits(tiny_models: dict[str, str], monkey
     monkeypatch.setattr(attention, "AttentionRule", lambda scaling, **settings: rule(scaling=scaling * 1.3, **settings))
     with pytest.raises(UnsupportedModelError, match=r"failed the proof .*steps by"):
         load_model(tiny_models["llama"], dtype="bfloat16")
+
+
+@pytest.mark.usefixtures("home")
+def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_known("mimo_v2_flash")
+    folder = str(build_model(tmp_path, tiny_spec("mimo_v2_flash", **LOOKED_AT["mimo_v2_flash"])))
+    used = cache.FusedLayer.used
+    monkeypatch.setattr(cache.FusedLayer, "used", lambda layer, kv: used(layer, kv._replace(values=kv.values.flip(2))))
+    with pytest.raises(UnsupportedModelError, match=r"failed the proof .*stored by .*moved by"):
+        load_model(folder)
 
 
 @pytest.mark.usefixtures("home")

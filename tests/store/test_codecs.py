@@ -14,6 +14,11 @@ from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import (
     CODECS,
     FrameError,
+    KVShape,
+    LayerKV,
+    LayerShape,
+    ReadAhead,
+    StoredKV,
     bytes_of,
     decode_frame,
     encode_frame,
@@ -21,8 +26,9 @@ from cacheclip_rag.store import (
     joined,
     keeps,
     layer_of,
+    layer_shapes,
 )
-from cacheclip_rag.store.codecs import FloatCodec, Frame
+from cacheclip_rag.store.codecs import FloatCodec, Frame, checked_frame
 from tests.store.samples import frame, key, kv, opened
 
 FLOATS = [name for name, codec in CODECS.items() if isinstance(codec, FloatCodec)]
@@ -150,7 +156,8 @@ class TestDamage:
 
 def round_trip(layer: torch.Tensor) -> torch.Tensor:
     """One layer, ``(2, num_kv_heads, num_tokens, head_dim)``, through int8."""
-    return INT8.decode(INT8.encode(layer), layer.shape).tensor()
+    (shape,) = layer_shapes((1, *layer.shape))
+    return INT8.decode(INT8.encode(layer), shape).tensor()
 
 
 def worst(written: torch.Tensor, read: torch.Tensor, step: torch.Tensor) -> float:
@@ -227,10 +234,11 @@ class TestInt8:
 
     def test_size(self) -> None:
         """A byte a number, 8 bytes a key channel, 4 bytes a value token: about a quarter of float32."""
-        shape = (2, 3, 50, 16)
+        shape = LayerShape(3, 50, 16, 16)
         expected = 2 * 3 * 50 * 16 + 3 * 16 * 8 + 3 * 50 * 4
-        assert INT8.num_bytes(shape) == INT8.encode(torch.randn(shape)).numel() == expected
-        assert INT8.num_bytes((2, 8, 512, 128)) < 0.27 * CODECS["float32"].num_bytes((2, 8, 512, 128))
+        assert INT8.num_bytes(shape) == INT8.encode(torch.randn(2, 3, 50, 16)).numel() == expected
+        large = LayerShape(8, 512, 128, 128)
+        assert INT8.num_bytes(large) < 0.27 * CODECS["float32"].num_bytes(large)
 
     def test_layers_are_numbers_of_float32(self) -> None:
         stored = decode_frame(encode_frame(kv(1), "int8", key(1), namespace="t"), key(1))
@@ -245,6 +253,78 @@ class TestInt8:
         with pytest.raises(ConfigurationError, match="not finite"):
             store.put(key(1), bad, "int8")
         assert key(1) not in store and store.stats().bytes == 0
+
+
+MIXED = ((3, 8, 8), (1, 16, 4), (1, 5, 0))
+"""Heads, widths of keys and values of layers that differ; the last one has no values."""
+
+
+def padded(tokens: int, seed: int = 0) -> torch.Tensor:
+    """KV of such layers. Padding is not 0, so that it shows where it is used."""
+    kv = torch.full(KVShape(MIXED, tokens), 9e9)
+    generator = torch.Generator().manual_seed(seed)
+    for layer, (heads, *widths) in zip(kv, MIXED, strict=True):
+        for numbers, width in zip(layer, widths, strict=True):
+            numbers[:heads, :, :width] = torch.randn(heads, tokens, width, generator=generator)
+    return kv
+
+
+def stored(codec: str, tokens: int) -> StoredKV:
+    shape = KVShape(MIXED, tokens)
+    data = encode_frame(padded(tokens, tokens), codec, key(tokens), namespace="t", shape=shape)
+    return decode_frame(data, key(tokens))
+
+
+def final(layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values if layer.scale is None else layer.values * layer.scale
+
+
+@pytest.mark.parametrize("codec", [*FLOATS, "int8"])
+class TestLayersThatDiffer:
+    @pytest.mark.parametrize("tokens", [1, 6])
+    def test_what_they_use_comes_back(self, codec: str, tokens: int) -> None:
+        written, read = padded(tokens, tokens), stored(codec, tokens)
+        assert read.shape == written.shape and float(read.tensor().abs().max()) < 9
+        for number, (heads, *widths) in enumerate(MIXED):
+            for half, (got, width) in enumerate(zip(final(read.layer(number)), widths, strict=True)):
+                expected = written[number, half, :heads, :, :width]
+                assert got.shape == expected.shape and torch.allclose(got.float(), expected, atol=0.04)
+                assert torch.equal(read.tensor()[number, half, :heads, :, :width], got)
+
+    def test_padding_is_not_stored(self, codec: str) -> None:
+        frame, numbers = stored(codec, 6).frame, 6 * (3 * 16 + 20 + 5)
+        scales = (3 * 8 + 16 + 5) * 8 + 6 * (3 + 1) * 4 if codec == "int8" else 0
+        assert len(frame.data) - frame.start == numbers * CODECS[codec].bits // 8 + scales
+        row, digest = text_row("words that are long enough to be found in a prompt"), text_digest("words")
+        shape = KVShape(MIXED, 6)
+        data = encode_frame(padded(6), codec, key(1), namespace="t", digest=digest, text=row, shape=shape)
+        assert frame_bytes(shape, codec, namespace="t") == len(data)
+
+    def test_side_by_side(self, codec: str) -> None:
+        pieces = [stored(codec, tokens) for tokens in (3, 1, 5)]
+        (together,) = joined.join(zip((0, 3, 4), pieces, strict=True))
+        for number in range(len(MIXED)):
+            each = [final(piece.layer(number)) for piece in pieces]
+            for half, got in enumerate(final(together.layer(number, "cpu"))):
+                assert torch.equal(got, torch.cat([kv[half] for kv in each], dim=1))
+
+    def test_another_model_with_the_same_padding_is_refused(self, codec: str) -> None:
+        frame = stored(codec, 4).frame
+        assert checked_frame(frame, KVShape(MIXED, 4)) is frame
+        for other in (KVShape(MIXED[::-1], 4), tuple(frame.shape)):
+            with pytest.raises(FrameError, match="shape"):
+                checked_frame(frame, other)
+
+    def test_through_the_store(self, codec: str, tmp_path: Path) -> None:
+        """Layer by layer, whose sizes differ."""
+        store, shape = opened(tmp_path), KVShape(MIXED, 900)
+        store.put(key(1), padded(900), codec, shape=shape)
+        with ReadAhead(store, [key(1)], codec=codec, shapes={key(1): shape}) as reading:
+            reading.wait(len(MIXED) - 1)
+            read = reading.kv(0)
+            assert read is not None
+            expected = decode_frame(encode_frame(padded(900), codec, key(1), namespace="t", shape=shape), key(1))
+            assert torch.equal(read.tensor(), expected.tensor())
 
 
 class TestCodecs:

@@ -74,6 +74,16 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
     "unknown codec": lambda content, other: with_header(content, lambda header: header.update(codec="int3")),
     "other shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2, 2, 8, 1])),
     "fewer layers": lambda content, other: with_header(content, lambda header: header.update(shape=[1, 2, 4, 4, 4])),
+    "other layers": lambda content, other: with_header(
+        content, lambda header: header.update(layers=[[4, 4, 4], [4, 4, 2]])
+    ),
+    "fewer layers than the shape": lambda content, other: with_header(
+        content, lambda header: header.update(layers=[[4, 4, 4]])
+    ),
+    "layers without keys": lambda content, other: with_header(
+        content, lambda header: header.update(layers=[[4, 0, 4], [4, 4, 4]])
+    ),
+    "layers of text": lambda content, other: with_header(content, lambda header: header.update(layers="ab")),
     "shape of text": lambda content, other: with_header(content, lambda header: header.update(shape="abcde")),
     "nested too deeply": lambda content, other: with_text(content, b"[" * 100_000),
     "a number without end": lambda content, other: with_text(content, b'{"shape": 1' + b"0" * 50_000 + b"}"),

@@ -42,7 +42,7 @@ SUPPORTED: dict[str, Architecture] = {
 """Architectures, by the ``model_type`` of a transformers config, that are known without their weights: prompts can be
 planned for a process that has them."""
 
-_EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary types whose frequencies do not depend on the total length: a key can be rotated to any position exactly."""
 
 _PINNED_ROPE_TYPES = ("dynamic", "longrope")

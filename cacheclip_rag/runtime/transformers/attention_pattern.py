@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
 
 from .rotary import Tables
 
-_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
+_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0, "per_layer_input": 1}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """What decoder layers call the cache, by class and version."""
@@ -223,6 +224,8 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
     """
 
     def hook(number: int) -> Any:
+        names = [*signature(layers[number].forward).parameters]
+
         def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             pattern: AttentionPattern | None = kwargs.get("cacheclip_pattern")
             if pattern is None:
@@ -232,9 +235,10 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
             if pattern.position_embeddings is not None:
                 kwargs = {**kwargs, "position_embeddings": pattern.position_embeddings[number], "position_ids": None}
             hidden = args[0]
+            kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
             if number == len(layers) - 1:
                 hidden, kwargs = _enter_last(module, hidden, kwargs)
-            return (hidden, *args[1:]), kwargs
+            return (hidden,), kwargs
 
         return enter
 
@@ -248,7 +252,7 @@ def _enter_last(
     """Write the last layer's KV of all rows in a run that ends at its attention, then leave only the rows whose output
     is needed."""
     pattern: AttentionPattern = kwargs["cacheclip_pattern"]
-    needed, num_rows = pattern.last_rows, hidden.shape[1]
+    needed, num_rows = pattern.last_rows, hidden.shape[-2]
     last = pattern.blocks[-1] if pattern.blocks else None
     if not needed or needed >= num_rows or not isinstance(last, Block):
         return hidden, kwargs
@@ -260,4 +264,4 @@ def _enter_last(
     rows = torch.arange(num_rows - needed, num_rows)
     positions = slots - last.keys.start
     block = Block.of(slice(0, needed), last.keys, positions, hidden.device)
-    return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_pattern": AttentionPattern([block])}
+    return hidden[..., -needed:, :], {**rows_of(kwargs, rows), "cacheclip_pattern": AttentionPattern([block])}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...store import KVShape, LayerKV
 from .attention_pattern import AttentionPattern, Block, rows_per_block
 from .rotary import unrotate
 
@@ -35,6 +36,13 @@ def batches_of(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
         yield slice(begin, len(lengths))
 
 
+def empty_kv(runtime: Any, num_tokens: int) -> torch.Tensor:
+    """A tensor for KV of a runtime (a ``ModelRuntime``), in which only padding has numbers: 0."""
+    shape = runtime.kv_shape(num_tokens)
+    make = torch.zeros if isinstance(shape, KVShape) else torch.empty
+    return make(shape, dtype=runtime.dtype, device=runtime.device)
+
+
 def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.Tensor | None) -> list[torch.Tensor]:
     """Position-free KV of each chunk, as ``encode`` of the runtime (a ``ModelRuntime``) gives it for the chunk alone,
     but for rounding."""
@@ -53,14 +61,14 @@ def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.T
     ids = torch.tensor([token for chunk in chunks for token in chunk])
     pattern = AttentionPattern(_blocks(firsts, lengths, start, runtime.device))
     runtime.run_rows(cache, ids, positions, pattern, slots=slots, head=False)
-    shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
-    kv = torch.empty(shape, dtype=runtime.dtype, device=runtime.device)
+    kv = empty_kv(runtime, len(ids))
     everywhere = runtime.rotary.tables(torch.arange(start + max(lengths)))
     for target, layer, tables in zip(kv, cache.layers, everywhere, strict=True):
         rows, at = slots.to(layer.device), positions.to(layer.device)
         of_rows = None if tables is None else tables.map(itemgetter(at))
-        target[0] = unrotate(layer.keys[0].index_select(1, rows), of_rows)
-        target[1] = layer.values[0].index_select(1, rows)
+        keys, values, _ = layer.used(LayerKV(*target))
+        keys[:] = unrotate(layer.keys[0].index_select(1, rows), of_rows)
+        values[:] = layer.values[0].index_select(1, rows)
     return [part.contiguous() for part in kv.split(lengths, dim=3)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...store import KV, join, layer_of
+from ...store import KV, LayerKV, join, layer_of
 from ..base import KVPart, KVSource
 from .rotary import ModelRotary, Tables, changed, rotate, unrotate
 
@@ -35,19 +35,21 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(
         self,
-        num_kv_heads: int,
-        head_dim: int,
+        widths: tuple[int, int, int],
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
         shares: FusedLayer | None = None,
     ):
-        """``shares``: a layer whose memory this one uses, too."""
+        """``widths``: number of heads, widths of keys and values. ``shares``: a layer of the same widths whose memory
+        this one uses, too."""
         super().__init__()
         self.dtype, self.device, self.is_initialized = dtype, device, True
         if shares is None:
-            self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-            self._values = torch.empty_like(self._keys)
+            heads, *of_both = widths
+            self._keys, self._values = (
+                torch.empty(1, heads, capacity, width, dtype=dtype, device=device) for width in of_both
+            )
         else:
             self._keys, self._values = shares._keys, shares._values
         self.slots: torch.Tensor | None = None
@@ -63,6 +65,16 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
     def _resize(self, length: int) -> None:
         self.length = length
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the KV of one token."""
+        return sum(numbers.shape[1] * numbers.shape[3] for numbers in (self._keys, self._values)) * self.dtype.itemsize
+
+    def used(self, kv: LayerKV) -> LayerKV:
+        """Stored KV of this layer without padding."""
+        heads, keys, values = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
+        return LayerKV(kv.keys[:heads, :, :keys], kv.values[:heads, :, :values], kv.scale)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on. Values are multiplied by ``scale``,
@@ -141,21 +153,26 @@ class FusedCache(Cache):  # type: ignore[misc]
             layer._resize(max(layer.length, length))
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Numbers of the layers with equal shapes, dtypes and devices."""
+        """Numbers of the arrays with equal shapes, dtypes and devices: 2i of layer i's keys, 2i + 1 of its values."""
         groups: dict[object, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
+        for number, array in enumerate(self.arrays):
+            if array.shape[3]:
+                groups.setdefault((array.device, array.dtype, array.shape[1], array.shape[3]), []).append(number)
         return [tuple(group) for group in groups.values()]
+
+    @property
+    def arrays(self) -> list[torch.Tensor]:
+        """Keys and values of each layer, ``(1, num_kv_heads, num_slots, width)``."""
+        return [array for layer in self.layers for array in (layer.keys, layer.values)]
 
     @torch.inference_mode()
     def blocks(self, start: int, stop: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
         """Copies of the KV of tokens ``start`` to ``stop - 1`` in blocks of ``size`` tokens; the last may be shorter.
-        Of each block one tensor per group of layers with equal shapes, keys and values alternating, ``(2 * num_layers,
-        num_kv_heads, size, head_dim)``: faster than two per layer, because the number of copies takes the time."""
-        pieces = {}
+        Of each block one tensor per group of arrays with equal shapes, ``(num_arrays, num_kv_heads, size, width)``:
+        faster than two per layer, because the number of copies takes the time."""
+        arrays, pieces = self.arrays, {}
         for group in self.groups():
-            sources = [kv for index in group for kv in (self.layers[index].keys, self.layers[index].values)]
-            pieces[group] = [kv[0, :, start:stop].split(size, dim=1) for kv in sources]
+            pieces[group] = [arrays[number][0, :, start:stop].split(size, dim=1) for number in group]
         for number in range(-(-(stop - start) // size)):
             yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}
 
@@ -167,14 +184,16 @@ class FusedCache(Cache):  # type: ignore[misc]
             old += self.rotary.tables(positions - run.start + run.source_start)
             new += self.rotary.tables(positions)
         tokens = slice(part.skip, part.skip + run.stop - run.start)
+        self.extend_to(run.stop)
+        arrays = self.arrays
         for group in part.blocks[0]:
             pieces = zip(*(block[group].unbind() for block in part.blocks), strict=True)
-            # joined one by one, so that memory holds no second copy of the prompt; keys and values alternate
-            rows = ((torch.cat(each, dim=1) if len(each) > 1 else each[0])[:, tokens] for each in pieces)
-            for index, keys, values in zip(group, rows, rows, strict=True):
-                if old:
-                    keys = rotate(unrotate(keys, old[index]), new[index], keys.dtype)
-                self.layers[index].write(run.start, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+            # joined one by one, so that memory holds no second copy of the prompt
+            for number, of_blocks in zip(group, pieces, strict=True):
+                rows = (torch.cat(of_blocks, dim=1) if len(of_blocks) > 1 else of_blocks[0])[:, tokens]
+                if old and number % 2 == 0:
+                    rows = rotate(unrotate(rows, old[number // 2]), new[number // 2], rows.dtype)
+                arrays[number][0, :, run.start : run.stop] = rows  # (num_kv_heads, num_tokens, width)
 
     def tables_of(self, slots: torch.Tensor) -> list[Tables | None]:
         """Per layer the rotary tables of slots at their positions: rows of :attr:`tables`, if there are some."""
@@ -189,7 +208,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             return  # an empty shared prefix: some rotary modules fail without a largest position
         tables = self.rotary.tables(torch.arange(position, position + kv.shape[3]))
         for number, (layer, of_layer) in enumerate(zip(self.layers, tables, strict=True)):
-            keys, values, scale = layer_of(kv, number, layer.device)
+            keys, values, scale = layer.used(layer_of(kv, number, layer.device))
             layer.write(slot, rotate(keys, of_layer), values, scale)
 
     def fill_all(self, pieces: Iterable[tuple[int, KV]]) -> None:
@@ -217,7 +236,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         def write(number: int) -> None:
             layer = self.layers[number]
             for joined, first, tables, sources in groups:
-                keys, values, scale = joined.layer(number, layer.device)
+                keys, values, scale = layer.used(joined.layer(number, layer.device))
                 keys = rotate(keys, tables[number], layer.dtype)
                 values = (values if scale is None else values * scale).to(layer.dtype)
                 layer.write_at(first, keys, values, sources[layer.device])
@@ -234,7 +253,7 @@ class FusedCache(Cache):  # type: ignore[misc]
 
         def write(number: int) -> None:
             layer = self.layers[number]
-            keys, values = kv[number].to(layer.device)
+            keys, values, _ = layer.used(layer_of(kv, number, layer.device))
             for target, each in ((layer.keys, rotate(keys, tables[number])), (layer.values, values)):
                 copies = each.to(layer.dtype).repeat(1, len(slots), 1)
                 # (num_kv_heads, num_copies * num_tokens, head_dim)

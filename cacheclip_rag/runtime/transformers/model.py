@@ -19,11 +19,12 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
+from ...store import KVShape, LayerKV
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, PassEnded, Probe, causal_pattern, install_layer_hooks
-from .batched_encoding import batches_of, encode_batch
+from .batched_encoding import batches_of, empty_kv, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
@@ -52,7 +53,8 @@ def _is_offloaded(model: torch.nn.Module) -> bool:
 class ModelRuntime(TextModel):
     """One loaded causal language model: tokenise, encode chunks, fill caches, run rows, decode.
 
-    Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
+    Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE. If layers differ,
+    these are the largest numbers, and the others are padded with zeros.
     """
 
     _find_structure: Callable[[Any, str, torch.device], Structure] = staticmethod(find_structure)
@@ -79,8 +81,8 @@ class ModelRuntime(TextModel):
         self.rope_pin = rope_pin(config)
         self.device: torch.device = device_of(model.get_input_embeddings())
         structure = self._find_structure(model, name, self.device)
-        self.num_layers: int = config.num_hidden_layers
-        self.num_kv_heads, self.head_dim = structure.num_kv_heads, structure.head_dim
+        self.widths = structure.widths
+        self.num_layers, _, self.num_kv_heads, _, self.head_dim = KVShape(self.widths, 0)
         self.context_tokens: int = config.max_position_embeddings
         self.reuse_tokens: int = reuse_tokens(config)
         self.vocab_size: int = config.vocab_size
@@ -112,28 +114,28 @@ class ModelRuntime(TextModel):
         (:attr:`AttentionPattern.before_layer`)."""
         # stored KV is written, by several threads, before the model is first used
         check_process(self.name, self._process)
-        shared: dict[torch.device, FusedLayer] = {}
+        shared: dict[object, FusedLayer] = {}
         layers = []
-        for device in self.layer_devices:
-            layer = FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, shared.get(device))
+        for kind in zip(self.widths, self.layer_devices, strict=True):
+            widths, device = kind
+            layer = FusedLayer(widths, capacity, self.dtype, device, shared.get(kind))
             if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
-                shared.setdefault(device, layer)
+                shared.setdefault(kind, layer)
             layers.append(layer)
         cache = FusedCache(layers=layers)
         cache.rotary = self.rotary
-        cache.token_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * self.num_layers
+        cache.token_bytes = sum(layer.token_bytes for layer in layers)
         return cache
 
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
         """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`FusedCache.fill`."""
-        kv = torch.empty(
-            self.num_layers, 2, self.num_kv_heads, stop - start, self.head_dim, dtype=self.dtype, device=self.device
-        )
+        kv = empty_kv(self, stop - start)
         if start == stop:
             return kv
         for target, layer, tables in zip(kv, cache.layers, self.rotary.tables(torch.arange(start, stop)), strict=True):
-            target[0] = unrotate(layer.keys[0, :, start:stop], tables)
-            target[1] = layer.values[0, :, start:stop]
+            keys, values, _ = layer.used(LayerKV(*target))
+            keys[:] = unrotate(layer.keys[0, :, start:stop], tables)
+            values[:] = layer.values[0, :, start:stop]
         return kv
 
     @torch.inference_mode()

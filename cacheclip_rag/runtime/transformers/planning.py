@@ -34,7 +34,7 @@ def known_structure(model: Any, name: str, device: torch.device) -> Structure:
         turned = getattr(config, known.rotated_layers)[: len(readings)]
         readings = [each if turns else None for each, turns in zip(readings, turned, strict=True)]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Structure(tuple(readings), config.num_key_value_heads, head_dim)
+    return Structure(tuple(readings), ((config.num_key_value_heads, head_dim, head_dim),) * len(readings))
 
 
 class PlanningRuntime(ModelRuntime):

@@ -9,11 +9,13 @@ import torch
 from ..base import KVPart, KVRun, KVSource
 from .cache import FusedCache
 
-Layers = tuple[int, ...]
+Arrays = tuple[int, ...]
+"""Numbers of a cache's arrays (:meth:`~.cache.FusedCache.groups`)."""
 
 
 class LayerTensors:
-    """See :class:`~cacheclip_rag.runtime.base.PromptTensors`. Keys are after RoPE."""
+    """See :class:`~cacheclip_rag.runtime.base.PromptTensors`. Keys are after RoPE. A tensor has two arrays of a group
+    side by side, or two halves of each if their number is odd."""
 
     def __init__(self, new_cache: Callable[[int], FusedCache]) -> None:
         """``new_cache``: an empty cache of the model, with room for so many tokens."""
@@ -21,18 +23,30 @@ class LayerTensors:
 
     def shapes(self, num_tokens: int) -> list[tuple[int, ...]]:
         cache = self._new_cache(0)
-        first = [(len(layers), cache.layers[layers[0]].keys) for layers in cache.groups()]
-        return [(count, 2, keys.shape[1], num_tokens, keys.shape[3]) for count, keys in first]
+        firsts = [(len(group), cache.arrays[group[0]].shape) for group in cache.groups()]
+        each = [torch.empty(count, heads, num_tokens, width, device="meta") for count, (_, heads, _, width) in firsts]
+        return [tuple(_paired(arrays).shape) for arrays in each]
 
-    def join(self, blocks: Sequence[Mapping[Layers, torch.Tensor]]) -> list[torch.Tensor]:
-        joined = [torch.cat([block[layers] for block in blocks], 2) for layers in blocks[0]]
-        return [kv.unflatten(0, (-1, 2)).cpu() for kv in joined]
+    def join(self, blocks: Sequence[Mapping[Arrays, torch.Tensor]]) -> list[torch.Tensor]:
+        return [_paired(torch.cat([block[group] for block in blocks], 2)).cpu() for group in blocks[0]]
 
     def state(self, start: int, pieces: Sequence[Sequence[torch.Tensor]]) -> FusedCache:
         cache = self._new_cache(start + sum(piece[0].shape[3] for piece in pieces))
         for piece in pieces:
-            block = {layers: kv.flatten(0, 1) for layers, kv in zip(cache.groups(), piece, strict=True)}
+            pairs = zip(cache.groups(), piece, strict=True)
+            block = {group: _unpaired(kv, len(group)) for group, kv in pairs}
             run = KVRun(KVSource.CACHED, start, start + piece[0].shape[3])
             cache.write_blocks(KVPart(run, [block]))
             start = run.stop
         return cache
+
+
+def _paired(arrays: torch.Tensor) -> torch.Tensor:
+    """``(num_arrays, num_kv_heads, num_tokens, width)`` as a tensor for the store."""
+    kv: torch.Tensor = arrays.unflatten(-1, (2, -1)).movedim(-2, 1) if len(arrays) % 2 else arrays.unflatten(0, (-1, 2))
+    return kv
+
+
+def _unpaired(kv: torch.Tensor, num_arrays: int) -> torch.Tensor:
+    """The inverse of :func:`_paired`."""
+    return kv.movedim(1, -2).flatten(-2) if num_arrays % 2 else kv.flatten(0, 1)

@@ -42,12 +42,13 @@ _LONGEST_MASK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Equal in every layer but for the rotation: one shape holds the KV of all."""
+    """What each layer keeps of a token. A layer whose state is another one has it as one head: what turns, or is kept
+    as it is, in the keys, and no values, ``(1, width, 0)``."""
 
     readings: tuple[Reading | None, ...]
-    """By layer; None without RoPE."""
-    num_kv_heads: int
-    head_dim: int
+    """How each layer turns its keys; None: it does not."""
+    widths: tuple[tuple[int, int, int], ...]
+    """Of each layer its number of KV heads and the widths of its keys and values."""
 
 
 class _Unclear(Exception):
@@ -89,10 +90,8 @@ def find_structure(model: Any, name: str, device: torch.device) -> Structure:
         written = list(_written(model, len(layers), device))
         for each in chain(*written):
             check_numbers(each, name)
-        (num_kv_heads, head_dim), *others = dict.fromkeys(each.shape[::2] for each in chain(*written))
-        if others:
-            raise _Unclear("its layers differ in the number or the width of their keys and values")
-        return Structure(tuple(_readings(model, written)), num_kv_heads, head_dim)
+        widths = tuple((len(keys), keys.shape[2], values.shape[2]) for keys, values in written)
+        return Structure(tuple(_readings(model, written)), widths)
     except _Unclear as error:
         raise UnsupportedModelError(
             f"model {name!r} ({model.config.model_type!r}) cannot be reused exactly: {error}. Choose another model, "

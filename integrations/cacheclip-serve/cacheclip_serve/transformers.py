@@ -15,7 +15,7 @@ from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, Engi
 from cacheclip_rag.adapters import can_constrain, final_events, iterate_in_thread, room_for, uses_tools
 from cacheclip_rag.guards import Metrics
 from cacheclip_rag.models import free_bytes
-from cacheclip_rag.store import open_chunk_store
+from cacheclip_rag.store import layer_shapes, open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import names_of, without_hits, without_paths
@@ -69,7 +69,7 @@ class TransformersBackend(ServingBackend):
     def kv_bytes(self, question: ServedQuestion) -> int:
         runtime = self.engine(self._config.namespace).primary
         tokens = self.work_tokens(question) + room_for(question.options.params)
-        of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
+        of_token = sum(each.num_numbers for each in layer_shapes(runtime.kv_shape(1))) * runtime.dtype.itemsize
         return min(tokens, runtime.context_tokens) * of_token
 
     def work_tokens(self, question: ServedQuestion) -> int:
