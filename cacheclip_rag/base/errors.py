@@ -33,6 +33,13 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, of the processor or of a device: torch's errors are of no kind, or of a kind of its
+    own."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+
+
 _LONGEST_LINE = 300
 """Characters."""
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from ..runtime.transformers.attention_pattern import Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
     from ..runtime.transformers.model import ModelRuntime as ModelRuntime
+    from ..runtime.transformers.twin import (
+        fill_weights as fill_weights,
+        shrunk_config as shrunk_config,
+        tiny_model as tiny_model,
+    )
     from ..selection.auxiliary_pass import pack_chunks as pack_chunks, question_ids as question_ids
     from .engines import (
         auxiliary_caches as auxiliary_caches,
@@ -55,6 +60,7 @@ __getattr__, __all__ = late_names(
         "..runtime.transformers.attention_pattern": "Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",
         "..runtime.transformers.model": "ModelRuntime",
+        "..runtime.transformers.twin": "fill_weights shrunk_config tiny_model",
         "..selection.auxiliary_pass": "pack_chunks question_ids",
         "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),
     },

@@ -20,6 +20,7 @@ from ..base.errors import (
     UnknownModelError,
     UnsupportedModelError,
     first_line,
+    is_out_of_memory,
     is_panic,
 )
 from ..base.guests import guests
@@ -257,8 +258,8 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     if "disable_mmap" not in options:
         copy_mapped(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
-    identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}" + (":dense" if in_full else "")}
-    runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
+    identity = f"{fingerprint(folder)}:{dtype}" + (":dense" if in_full else "")
+    runtime = ModelRuntime(model, tokenizer, name=name, fingerprint=identity, fuse=fuse)
     runtime.check()
     prove(runtime)
     return runtime
@@ -341,8 +342,6 @@ def _read(name: str, file: str, read: Callable[[], _T]) -> _T:
     try:
         return read()
     except BaseException as error:
-        from ..runtime.transformers.structure import is_out_of_memory
-
         is_ours = isinstance(error, CacheClipError) or is_out_of_memory(error)
         if is_ours or not (isinstance(error, Exception) or is_panic(error)):
             raise

@@ -129,7 +129,12 @@ def rope_pin(config: Any) -> str:
 
 def has_pinned_rope(config: Any) -> bool:
     """Whether the rotary frequencies of a pass depend on its largest position."""
-    return any(rope.get("rope_type") in _PINNED_ROPE_TYPES for rope in _ropes(config))
+    return any(map(is_pinned, _ropes(config)))
+
+
+def is_pinned(rope: dict[str, Any]) -> bool:
+    """The same of one set of rotary parameters."""
+    return rope.get("rope_type") in _PINNED_ROPE_TYPES
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:

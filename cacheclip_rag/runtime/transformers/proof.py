@@ -1,6 +1,8 @@
-"""The proof that reuse is exact on a model's own weights: what the runtime computes against the unmodified class.
+"""The proof that reuse is exact: what the runtime computes against the unmodified class.
 
-It is made when a model is loaded for the first time, and takes passes over some 250 tokens. Its verdict is kept.
+It is made when a model is loaded for the first time. All ways to compute KV are compared on a tiny model of its class
+in float32 (:mod:`.twin`), and two of them on the model's own weights, to see that these take the same ways. Without a
+tiny model, its own weights are compared in all. Verdicts are kept.
 """
 
 from __future__ import annotations
@@ -11,68 +13,115 @@ import itertools
 import json
 import logging
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
-from ...base.errors import CacheClipError, UnsupportedModelError, first_line
+from ...base.errors import CacheClipError, UnsupportedModelError, first_line, is_out_of_memory
 from ...base.keys import json_digest
 from ...base.paths import cache_home, write_json
 from ...base.version import __version__
 from .attention import ATTENTION_NAME
-from .attention_pattern import AttentionPattern, Block, causal_pattern
+from .attention_pattern import AttentionPattern, Block, Probe, causal_pattern
 from .packed_weights import weights_kept
 from .quantised_weights import check_rows, is_quantised
-from .structure import check_numbers, is_out_of_memory, ordinary_tokens
+from .structure import check_numbers, ordinary_tokens
+from .twin import described, make_twin
 
 logger = logging.getLogger(__name__)
 
-_NUM_TOKENS, _HALF = 48, 24
+_BRIEF = ("prefill", "recompute")
+_WHOLE = (*_BRIEF, "steps", "decoding", "stored", "moved", "length", "scores")
+_NUM_TOKENS = {_BRIEF: 24, _WHOLE: 96}
+"""Of a probe: those of a tiny model are four times a window of it, and few enough for large weights."""
 _FAR = 1 << 15
 """A position, or a length, at which what depends on it beside the rotation shows."""
+_MOVED = 15
+"""Tokens whose KV is moved behind them: where a tiny model scales its queries, KV depends on the position itself."""
 _PLANTED, _NOISE = "planted", "noise"
 _SEEDS = (7, 8, 9, 10)
 """Each but the first decides what failed before: routers of experts may be tied by chance, in 16 bits often."""
-_CHECKS = ("prefill", "steps", "decoding", "recompute", "stored", "moved", "length")
 _LIMIT = 1e-4
 """Largest gap in float32, as a share of the root mean square of the numbers that it is compared with."""
 _ROUNDED = 0.1
+"""The same in 16 bits, whose rounding is as large as some mistakes. For logits it is also at most half of what wrong
+positions do."""
 _TIMES = 2
-"""The same in 16 bits, whose rounding is as large as some mistakes: a number, or as many times what rounding does to
-the unmodified model, if that is more (it chooses experts), and at most half of what wrong positions do. Where
-activations are quantised, this takes the place of the limit in float32, too."""
+"""Or as many times what rounding does to the unmodified model, if that is more: where it chooses experts, in 16 bits,
+and where activations are quantised."""
 _NOTICED = 1e-3
 """Least gap that wrong positions must make, and twice that of the right ones."""
+_OWN_NAME = "cacheclip-own"
 
 
 def prove(runtime: Any) -> None:
     """Prove a loaded model, unless that was done before with the same weights and versions. Raises
     UnsupportedModelError: what the runtime computes differs from the unmodified model."""
-    memo = _memo(runtime)
-    verdict = _remembered(memo, runtime)
-    if verdict is None:
+
+    def make() -> dict[str, Any]:
         started = time.perf_counter()
         with weights_kept(runtime.model):  # a model that only scores chunks never uses its vocabulary
-            verdict = _verdict(runtime)
+            check_rows(runtime.model, runtime.name)
+            twin = _verdict_of_twin(runtime)
+            verdict = _verdict(runtime, _WHOLE if twin is None else _BRIEF)
+            if twin is not None:
+                alike = runtime.rotary.writes_what_is_made(_far_positions(runtime))
+                verdict["hands_tables"] = twin["hands_tables"] and alike
         seconds = time.perf_counter() - started
         logger.info("%s was proven exact in %.1f s: %s", runtime.name, seconds, verdict)
-        try:
-            write_json(memo, verdict)
-        except OSError as error:
-            logger.debug("the proof of %s is not kept: %s", runtime.name, error)
-    runtime.rotary.hands_tables = verdict["hands_tables"]
+        return verdict
+
+    runtime.rotary.hands_tables = _kept(_memo(runtime), runtime.dtype, make)["hands_tables"]
+
+
+def _verdict_of_twin(runtime: Any) -> dict[str, Any] | None:
+    """Of a tiny model of the same class and config; None if none can be made."""
+
+    def make() -> dict[str, Any]:
+        twin = make_twin(runtime.model).to(runtime.device)
+        tiny = type(runtime)(twin, runtime.tokenizer, name=runtime.name, fingerprint="", like=runtime)
+        return _verdict(tiny, _WHOLE)
+
+    try:
+        return _kept(_file(described(runtime.model), str(runtime.device)), torch.float32, make)
+    except ValueError as error:
+        logger.info("%s is proven on its own weights alone: its config makes no tiny model (%s)", runtime.name, error)
+        return None
+
+
+def _kept(memo: Path, dtype: torch.dtype, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A verdict that is kept; a new one if there is none, it is damaged, or its numbers prove nothing."""
+    try:
+        verdict: dict[str, Any] = json.loads(memo.read_text())
+        if isinstance(verdict["hands_tables"], bool) and not _failures(verdict, dtype):
+            return verdict
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    verdict = make()
+    try:
+        write_json(memo, verdict)
+    except OSError as error:
+        logger.debug("the proof of %s is not kept: %s", verdict["model"], error)
+    return verdict
 
 
 def _memo(runtime: Any) -> Path:
     """Where the verdict is kept: everything that it depends on is in its name."""
     devices = [(str(each), each.type == "cuda" and torch.cuda.get_device_name(each)) for each in runtime.layer_devices]
+    return _file(type(runtime.model).__name__, runtime.fingerprint, devices, runtime.is_offloaded)
+
+
+def _file(*identity: object) -> Path:
     versions = __version__, _sources(), transformers.__version__, torch.__version__
-    identity = type(runtime.model).__name__, runtime.fingerprint, devices, runtime.is_offloaded, versions
-    return cache_home() / "proofs" / f"{hashlib.sha256(repr(identity).encode()).hexdigest()}.json"
+    return cache_home() / "proofs" / f"{hashlib.sha256(repr((*identity, versions)).encode()).hexdigest()}.json"
 
 
 @functools.cache
@@ -81,23 +130,12 @@ def _sources() -> str:
     return json_digest([file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 
-def _remembered(memo: Path, runtime: Any) -> dict[str, Any] | None:
-    """The verdict; None if there is none, it is damaged, or its numbers prove nothing."""
-    try:
-        verdict = json.loads(memo.read_text())
-        is_whole = isinstance(verdict["hands_tables"], bool) and not _failures(runtime, verdict["gaps"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return verdict if is_whole else None
-
-
-def _verdict(runtime: Any) -> dict[str, Any]:
-    check_rows(runtime.model, runtime.name)
-    gaps: dict[str, float] = {}
+def _verdict(runtime: Any, checks: tuple[str, ...]) -> dict[str, Any]:
+    verdict = {"model": runtime.name, "checks": len(checks), "turns": any(runtime.rotary.readings), "gaps": {}}
     why = ""
     for seed in _SEEDS:
         try:
-            _take_least(gaps, _gaps(runtime, seed))
+            _take_least(verdict["gaps"], _gaps(runtime, seed, checks))
         except CacheClipError:
             raise
         except Exception as error:  # a class of any form
@@ -105,9 +143,9 @@ def _verdict(runtime: Any) -> dict[str, Any]:
                 raise
             why = f"a pass failed ({type(error).__name__}: {first_line(error)})"
             continue
-        failures = _failures(runtime, gaps)
+        failures = _failures(verdict, runtime.dtype)
         if not failures:
-            return {"model": runtime.name, "gaps": gaps, "hands_tables": _hands_tables(runtime)}
+            return {**verdict, "hands_tables": checks is _WHOLE and _hands_tables(runtime)}
         sizes = ", ".join(f"{what} by {gap:.2g}" for what, gap in failures.items() if what != _PLANTED)
         why = f"it differs from the unmodified model in {sizes}" if sizes else "wrong positions do not show"
     raise UnsupportedModelError(
@@ -119,7 +157,7 @@ def _verdict(runtime: Any) -> dict[str, Any]:
 
 def _take_least(gaps: dict[str, float], others: dict[str, float]) -> None:
     """Keep the least gap of each check. What wrong positions make is measured beside the right ones."""
-    for what in _CHECKS:
+    for what in others.keys() - {_PLANTED, _NOISE}:
         if others[what] < gaps.get(what, math.inf):
             gaps[what] = others[what]
             if what == "recompute" and _PLANTED in others:
@@ -128,14 +166,14 @@ def _take_least(gaps: dict[str, float], others: dict[str, float]) -> None:
         gaps[_NOISE] = max(others[_NOISE], gaps.get(_NOISE, 0.0))
 
 
-def _failures(runtime: Any, gaps: dict[str, float]) -> dict[str, float]:
+def _failures(verdict: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
     """Gaps that are missing or too large, and that of wrong positions if it is too small."""
-    turns = any(runtime.rotary.readings)
-    planted = gaps.get(_PLANTED, math.nan if turns else math.inf)
-    moved = max(_LIMIT if runtime.dtype == torch.float32 else _ROUNDED, _TIMES * gaps.get(_NOISE, 0.0))
-    logits = max(_LIMIT, min(moved, planted / 2))
-    limits = {what: moved if what == "moved" else logits for what in _CHECKS}  # KV, whose gaps are other ones
-    failures = {what: gap for what in _CHECKS if not 0 <= (gap := gaps.get(what, math.nan)) <= limits[what]}
+    gaps, checks = verdict["gaps"], (_BRIEF, _WHOLE)[[*map(len, (_BRIEF, _WHOLE))].index(verdict["checks"])]
+    planted = gaps.get(_PLANTED, math.nan if verdict["turns"] else math.inf)
+    others = max(_LIMIT if dtype == torch.float32 else _ROUNDED, _TIMES * gaps.get(_NOISE, 0.0))
+    logits = max(_LIMIT, min(others, planted / 2))
+    limits = {what: others if what in ("moved", "scores") else logits for what in checks}
+    failures = {what: gap for what in checks if not 0 <= (gap := gaps.get(what, math.nan)) <= limits[what]}
     shows = planted >= max(_NOTICED, 2 * gaps.get("recompute", math.nan))
     return failures if shows else {**failures, _PLANTED: planted}
 
@@ -147,35 +185,24 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def _gaps(runtime: Any, seed: int) -> dict[str, float]:
+def _gaps(runtime: Any, seed: int, checks: tuple[str, ...]) -> dict[str, float]:
     """How far each way to compute KV is from the unmodified model."""
-    make = torch.Generator().manual_seed(seed)
+    make, count = torch.Generator().manual_seed(seed), _NUM_TOKENS[checks]
     ids = _ordinary_ids(runtime)
-    ids = ids[torch.randint(len(ids), (_NUM_TOKENS,), generator=make)]
-    last, capacity = _NUM_TOKENS - 1, _NUM_TOKENS + 4
+    ids = ids[torch.randint(len(ids), (count,), generator=make)]
+    last = count - 1
     expected = _unmodified(runtime, ids)
-    exact, logits = runtime.prefill(ids[:last], capacity)
+    exact, logits = runtime.prefill(ids[:last], count + 4)
     gaps = {"prefill": _gap(logits, expected[last - 1])}
-    if runtime.dtype != torch.float32 or any(map(is_quantised, runtime.model.modules())):
-        signs = torch.randint(2, (_NUM_TOKENS, 1), generator=make).to(runtime.device, runtime.dtype) * 2 - 1
-        near = 1 + signs * torch.finfo(runtime.dtype).eps
-        hook = runtime.model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * near)
-        try:
-            gaps[_NOISE] = _gap(_unmodified(runtime, ids), expected)
-        finally:
-            hook.remove()
-    short = _copied(runtime, exact, _HALF)
-    steps = runtime.decode_steps([exact, short], [int(ids[last]), int(ids[_HALF])])
-    gaps["steps"] = max(_gap(steps[0], expected[last]), _gap(steps[1], expected[_HALF]))
-    gaps["decoding"] = _gap(runtime.decode_step(short, int(ids[_HALF + 1])), expected[_HALF + 1])
-
-    rows = torch.unique(torch.cat((torch.randint(last, (_NUM_TOKENS // 3,), generator=make), torch.tensor([last]))))
-
+    kv = runtime.extract(exact, 0, last)
+    rows = torch.unique(torch.cat((torch.randint(last, (count // 3,), generator=make), torch.tensor([last]))))
     num_kept = len(rows) // 2  # the others leave before the last layer
 
     def recomputed(positions: torch.Tensor) -> torch.Tensor:
-        """Logits after rows whose KV was wrong, among others whose KV is exact."""
-        cache = _copied(runtime, exact, _NUM_TOKENS)
+        """Logits after rows whose KV was wrong, among others whose KV was stored."""
+        cache = runtime.new_cache(count)
+        cache.fill(kv, slot=0, position=0)
+        cache.extend_to(count)
         for layer in cache.layers:
             layer.keys[:, :, rows], layer.values[:, :, rows] = 3.0, -3.0
         pattern = causal_pattern(rows, runtime.device)
@@ -187,14 +214,13 @@ def _gaps(runtime: Any, seed: int) -> dict[str, float]:
     gaps["recompute"] = _gap(recomputed(rows), expected[rows[-num_kept:]])
     if any(runtime.rotary.readings):
         gaps[_PLANTED] = _gap(recomputed((rows - 3 * (rows % 2)).clamp(min=0)), expected[rows[-num_kept:]])
-    # stored behind a context, in a batch, and read again
-    context = runtime.encode(ids[:_HALF].tolist())
-    tail, _ = runtime.encode_many([ids[_HALF:last].tolist(), ids[:9].tolist()], context)
-    cache = runtime.new_cache(capacity)
-    cache.fill_all([(0, context), (_HALF, tail)])
-    gaps["stored"] = _gap(runtime.extend(cache, ids[last:], last), expected[last])
-    gaps["moved"] = _gap_of_moved(runtime, ids[:_HALF], context)
-    gaps["length"] = _gap_of_lengths(runtime, ids[:6])
+    if checks is _WHOLE:
+        gaps |= _gaps_of_decoding(runtime, ids, exact, expected) | _gaps_of_stored(runtime, ids, expected[last])
+        gaps |= {"length": _gap_of_lengths(runtime, ids[:6]), "scores": _gap_of_scores(runtime, ids)}
+    rounds = runtime.dtype != torch.float32 or any(map(is_quantised, runtime.model.modules()))
+    limit = _LIMIT if runtime.dtype == torch.float32 else _ROUNDED
+    if rounds and max(gaps[what] for what in checks) > limit:
+        gaps[_NOISE] = _noise(runtime, ids, expected, make)
     return gaps
 
 
@@ -207,35 +233,78 @@ def _ordinary_ids(runtime: Any) -> torch.Tensor:
     )
 
 
-def _unmodified(runtime: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``(num_tokens, vocab_size)`` by the attention that the class has itself."""
-    runtime.model.set_attn_implementation("eager")
+def _unmodified(runtime: Any, ids: torch.Tensor, weights: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+    """Logits ``(num_tokens, vocab_size)`` by the attention that the class has itself, whose ``weights`` of each layer,
+    ``(num_heads, num_rows, num_keys)``, are kept there."""
+    kept = {} if weights is None else {"cacheclip_weights": weights}
+    runtime.model.set_attn_implementation(_OWN_NAME if kept else "eager")
     try:
-        output = runtime.model(input_ids=ids[None].to(runtime.device), use_cache=False)
-        logits: torch.Tensor = output.logits
+        logits: torch.Tensor
+        logits = runtime.model(input_ids=ids[None].to(runtime.device), use_cache=False, **kept).logits
         check_numbers(logits, runtime.name)
         return logits[0]
     finally:
         runtime.model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _copied(runtime: Any, exact: Any, num_tokens: int) -> Any:
-    cache = runtime.new_cache(_NUM_TOKENS + 4)
-    for mine, own in zip(cache.layers, exact.layers, strict=True):
-        mine.write(0, own.keys[0, :, :num_tokens], own.values[0, :, :num_tokens])
-    return cache
+def _own_attention(module: Any, *inputs: Any, cacheclip_weights: dict[int, torch.Tensor], **settings: Any) -> Any:
+    """The eager attention of a module's class."""
+    own = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", modeling_llama.eager_attention_forward
+    )
+    attended, weights = own(module, *inputs, **settings)
+    cacheclip_weights[module.layer_idx] = weights[0]
+    return attended, weights
+
+
+def _noise(runtime: Any, ids: torch.Tensor, expected: torch.Tensor, make: torch.Generator) -> float:
+    """What rounding does to the unmodified model."""
+    signs = torch.randint(2, (len(ids), 1), generator=make).to(runtime.device, runtime.dtype) * 2 - 1
+    near = 1 + signs * torch.finfo(runtime.dtype).eps
+    hook = runtime.model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * near)
+    try:
+        return _gap(_unmodified(runtime, ids), expected)
+    finally:
+        hook.remove()
+
+
+def _gaps_of_decoding(runtime: Any, ids: torch.Tensor, exact: Any, expected: torch.Tensor) -> dict[str, float]:
+    """Of tokens that follow others, in two texts at once, and alone."""
+    last, half = len(ids) - 1, len(ids) // 2
+    short = runtime.new_cache(len(ids))
+    for mine, own in zip(short.layers, exact.layers, strict=True):
+        mine.write(0, own.keys[0, :, :half], own.values[0, :, :half])
+    steps = runtime.decode_steps([exact, short], [int(ids[last]), int(ids[half])])
+    return {
+        "steps": max(_gap(steps[0], expected[last]), _gap(steps[1], expected[half])),
+        "decoding": _gap(runtime.decode_step(short, int(ids[half + 1])), expected[half + 1]),
+    }
+
+
+def _gaps_of_stored(runtime: Any, ids: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """Of KV that was stored, behind a context and in a batch; and that was moved."""
+    last, half = len(ids) - 1, len(ids) // 2
+    context = runtime.encode(ids[:half].tolist())
+    tail, _ = runtime.encode_many([ids[half:last].tolist(), ids[:9].tolist()], context)
+    cache = runtime.new_cache(len(ids))
+    cache.fill_all([(0, context), (half, tail)])
+    return {
+        "stored": _gap(runtime.extend(cache, ids[last:], last), expected),
+        "moved": _gap_of_moved(runtime, ids[:_MOVED], context[:, :, :, :_MOVED]),
+    }
 
 
 def _gap_of_moved(runtime: Any, ids: torch.Tensor, kv: torch.Tensor) -> float:
     """The KV of a text that was computed at position 0, moved, against that computed where it is moved to."""
-    here = torch.arange(_HALF, 2 * _HALF)
-    block = Block.of(slice(0, _HALF), slice(_HALF, 2 * _HALF), here - _HALF, runtime.device)
-    cache = runtime.new_cache(2 * _HALF)
+    half = len(ids)
+    here = torch.arange(half, 2 * half)
+    block = Block.of(slice(0, half), slice(half, 2 * half), here - half, runtime.device)
+    cache = runtime.new_cache(2 * half)
     cache.fill(kv, slot=0, position=0)
-    cache.extend_to(2 * _HALF)
+    cache.extend_to(2 * half)
     runtime.run_rows(cache, ids, here, AttentionPattern([block]), slots=here, head=False)
     computed = [(layer.keys[0, :, here], layer.values[0, :, here]) for layer in cache.layers]
-    cache.fill(kv, slot=_HALF, position=_HALF)
+    cache.fill(kv, slot=half, position=half)
     pairs = zip(cache.layers, computed, strict=True)
     gaps = (
         (_gap(layer.keys[0, :, here], keys), _gap(layer.values[0, :, here], values)) for layer, (keys, values) in pairs
@@ -256,14 +325,38 @@ def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
     return _gap(logits[1], logits[0])
 
 
+def _gap_of_scores(runtime: Any, ids: torch.Tensor) -> float:
+    """Of the attention weights of which scores are made."""
+    AttentionInterface.register(_OWN_NAME, _own_attention)
+    AttentionMaskInterface.register(_OWN_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    own: dict[int, torch.Tensor] = {}
+    _unmodified(runtime, ids, own)
+    slots = torch.arange(len(ids))
+    pattern, gaps = causal_pattern(slots, runtime.device), list[float]()
+
+    def record(layer: int, number: int, weights: torch.Tensor) -> None:
+        block = pattern.blocks[number]
+        pair = weights, own[layer][:, block.rows, block.keys]  # which leaves out sinks in some classes
+        gaps.append(_gap(*(each / each.sum(-1, keepdim=True) for each in pair)))
+
+    pattern.probe = Probe(frozenset(own), pattern.blocks, record)
+    runtime.run_rows(runtime.new_cache(len(ids)), ids, slots, pattern)
+    return max(gaps)
+
+
+def _far_positions(runtime: Any) -> torch.Tensor:
+    """Six, or fewer, as far as reuse goes."""
+    stop = min(_FAR, runtime.reuse_tokens)
+    return torch.arange(max(0, stop - 6), stop)
+
+
 @torch.inference_mode()
 def _hands_tables(runtime: Any) -> bool:
     """Whether layers that are given their tables compute the same: they may ask for them in another way, or use
     positions for more than the rotation."""
-    ids = _ordinary_ids(runtime)[:6]
-    slots = torch.arange(len(ids))
-    positions = slots + min(_FAR, runtime.reuse_tokens) - len(ids)
-    if not any(runtime.rotary.readings) or int(positions[0]) < 0:
+    positions = _far_positions(runtime)
+    ids, slots = _ordinary_ids(runtime)[: len(positions)], torch.arange(len(positions))
+    if not any(runtime.rotary.readings) or len(ids) < len(slots):
         return False
 
     def computed(handed: bool) -> Iterator[torch.Tensor]:

@@ -188,6 +188,16 @@ class ModelRotary:
         pairs = zip(self.readings, tables, strict=True)
         return [some if reading is None else written[id(each), reading] for reading, each in pairs]
 
+    def writes_what_is_made(self, positions: torch.Tensor) -> bool:
+        """Whether :meth:`embeddings` are what the modules give the layers, bit for bit."""
+        written = self.embeddings(self.tables(positions))
+        pairs = {each: own for each, own in zip(self.readings, written, strict=True) if each is not None}
+        made = ((self._made(reading, positions, self._dtype), own) for reading, own in pairs.items())
+        return all(
+            isinstance(one, tuple) and all(map(torch.equal, one, (table.to(one[0].device) for table in own)))
+            for one, own in made
+        )
+
     @cached_property
     def _given(self) -> torch.dtype:
         """Dtype in which the modules give tables to the layers. Not all cast them to the model's."""

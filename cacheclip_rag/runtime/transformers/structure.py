@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
-from ...base.errors import ModelError, UnsupportedModelError, first_line
+from ...base.errors import ModelError, UnsupportedModelError, first_line, is_out_of_memory
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, Block
 from .cache import cache_argument
@@ -99,11 +99,6 @@ def find_structure(model: Any, name: str, device: torch.device) -> Structure:
         ) from None
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, which says nothing of a model."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def ordinary_tokens(model: Any) -> torch.Tensor:

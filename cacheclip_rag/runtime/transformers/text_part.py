@@ -33,6 +33,15 @@ class TextPart(nn.Module):
         self.generation_config = whole.generation_config
         self._softcap, self._scale = _changes_of_logits(whole, self, ids, name)
 
+    def with_decoder(self, decoder: Any) -> TextPart:
+        """The same with another decoder of the class, and an output layer that fits it."""
+        part = TextPart.__new__(TextPart)
+        nn.Module.__init__(part)
+        part.base_model, part.config, part.generation_config = decoder, decoder.config, self.generation_config
+        part._head = nn.Linear(decoder.config.hidden_size, decoder.config.vocab_size, bias=False)
+        part._softcap, part._scale = self._softcap, self._scale
+        return part
+
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.base_model.dtype

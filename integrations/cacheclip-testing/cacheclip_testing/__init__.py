@@ -14,6 +14,12 @@ if TYPE_CHECKING:
         sample_key as sample_key,
         sample_payload as sample_payload,
     )
+    from .classes import (
+        build_class as build_class,
+        class_names as class_names,
+        tiny_of_class as tiny_of_class,
+        verdicts as verdicts,
+    )
     from .command import CommandRun as CommandRun, run_without_torch as run_without_torch
     from .door import names_outside_the_door as names_outside_the_door, names_taken as names_taken
     from .fake import (
@@ -44,6 +50,7 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "backends": "BackendConformance sample_key sample_payload",
+        "classes": "build_class class_names tiny_of_class verdicts",
         "command": "CommandRun run_without_torch",
         "door": "names_outside_the_door names_taken",
         "fake": "FakeRuntime Latch fake_models fake_of messages_of",

@@ -1,0 +1,184 @@
+"""Tiny models of a checkpoint's class: they have all that it has, and mistakes that 16 bits hide show in them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheclip_testing import make_tokenizer, tiny_of_class, verdicts
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cacheclip_rag.base.errors import UnsupportedModelError
+from cacheclip_rag.models.load import load_model, unload_models
+from cacheclip_rag.runtime.transformers import attention, proof, twin
+from cacheclip_rag.runtime.transformers.cache import FusedCache
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Verdicts of other tests are not known."""
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    unload_models()
+    return tmp_path / "home"
+
+
+def _rule(**change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch, Any], None]:
+    """Another rule of the attention."""
+    rule = attention.AttentionRule
+
+    def changed(**settings: Any) -> Any:
+        return rule(**{key: change.get(key, lambda same: same)(value) for key, value in settings.items()})
+
+    return lambda patch, model: patch.setattr(attention, "AttentionRule", changed)
+
+
+def _other_mask(patch: pytest.MonkeyPatch, model: Any) -> None:
+    """A row sees its successor, too."""
+    module = sys.modules[type(model).__module__]
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        if make := getattr(module, name, None):
+            patch.setattr(module, name, _more(make))
+
+
+def _more(make: Any) -> Any:
+    return lambda *args, **inputs: make(
+        *args, **{**inputs, "or_mask_function": lambda batch, head, row, key: key == row + 1}
+    )
+
+
+def _unknown_input(patch: pytest.MonkeyPatch, model: Any) -> None:
+    kinds = {
+        type(each) for each in model.modules() if "Attention" in type(each).__name__ and hasattr(each, "layer_idx")
+    }
+    for kind in kinds:
+        patch.setattr(kind, "forward", _with_indices(kind.forward))
+
+
+def _with_indices(forward: Any) -> Any:
+    return lambda self, *args, **kwargs: forward(self, *args, block_indices=torch.zeros(1), **kwargs)
+
+
+def _late(patch: pytest.MonkeyPatch, model: Any) -> None:
+    """Stored keys are three positions off."""
+    fill = FusedCache.fill
+    patch.setattr(
+        FusedCache, "fill", lambda self, kv, *, slot, position: fill(self, kv, slot=slot, position=position + 3)
+    )
+
+
+ANY: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+    "scale": _rule(scaling=lambda scaling: 1.1 * scaling),
+    "positions": _late,
+    "mask": _other_mask,
+    "input": _unknown_input,
+}
+"""Mistakes of every class."""
+SOME: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+    "window": _rule(window=lambda window: window and window + 1),
+    "softcap": _rule(softcap=lambda softcap: None),
+    "sinks": _rule(sinks=lambda sinks: None),
+}
+"""Mistakes of classes that have what is changed."""
+SPECIAL = {
+    **dict.fromkeys(("cohere2", "exaone4", "gemma3_text", "ministral", "mistral", "olmo3"), ("window",)),
+    **{"gemma2": ("window", "softcap"), "vaultgemma": ("softcap",), "granite_swa": ("window", "sinks")},
+    "gpt_oss": ("window", "sinks"),
+}
+_LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096},
+    **{"short_factor": [1.0] * 48, "long_factor": [1.0 + n / 8 for n in range(48)]},
+}
+_TEXTS = [name for name in verdicts()["exact"] if name in CONFIG_MAPPING and not CONFIG_MAPPING[name].sub_configs]
+
+
+def _planted() -> list[tuple[str, str]]:
+    """One mistake for each class, in turns, and those of what it has."""
+    turns = [(name, [*ANY][number % len(ANY)]) for number, name in enumerate(_TEXTS)]
+    return turns + [(name, mistake) for name in _TEXTS for mistake in SPECIAL.get(name, ())]
+
+
+def test_many_classes_have_mistakes() -> None:
+    assert len({name for name, _ in _planted()}) >= 40 and {what for _, what in _planted()} == {*ANY, *SOME}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer(400)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(("name", "mistake"), _planted())
+def test_a_mistake_is_refused_in_16_bits(
+    name: str, mistake: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_SEEDS", proof._SEEDS[:1])
+    model = tiny_of_class(name).to(torch.bfloat16)
+    {**ANY, **SOME}[mistake](monkeypatch, model)
+    with pytest.raises(UnsupportedModelError):
+        proof.prove(ModelRuntime(model, tokenizer, name="tiny", fingerprint="none"))
+
+
+def test_without_a_tiny_model_the_weights_are_compared_in_all_ways(
+    home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a size is missing")
+
+    monkeypatch.setattr(twin, "shrunk_config", fail)
+    with caplog.at_level(logging.INFO, "cacheclip_rag"):
+        runtime = load_model(tiny_models["llama"], dtype="bfloat16")
+    assert "on its own weights alone: its config makes no tiny model (RuntimeError: a size is missing)" in caplog.text
+    (memo,) = (home / "proofs").glob("*.json")
+    assert json.loads(memo.read_text())["gaps"].keys() >= {*proof._WHOLE} and runtime.rotary.hands_tables
+
+
+class TestConfigs:
+    @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "qwen3"])
+    def test_keep_each_kind_of_layer(self, name: str) -> None:
+        if name not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {name}")
+        config = CONFIG_MAPPING[name]()
+        small = twin.shrunk_config(config)
+        kinds, few = (getattr(each, "layer_types", None) or [] for each in (config, small))
+        assert {*few} == {*kinds} and len(few) in (0, small.num_hidden_layers)
+        assert 4 <= small.num_hidden_layers <= 12 and small.hidden_size == 64 and type(small) is type(config)
+
+    def test_have_short_windows_chunks_and_limits(self) -> None:
+        small = twin.shrunk_config(CONFIG_MAPPING["gpt_oss"]())
+        assert small.sliding_window == 24 and small.rope_parameters["original_max_position_embeddings"] == 32
+        longrope = CONFIG_MAPPING["phi3"](rope_parameters=_LONGROPE, original_max_position_embeddings=4096)
+        rope = twin.shrunk_config(longrope).rope_parameters
+        assert rope["original_max_position_embeddings"] == 4096 and rope["long_factor"] == _LONGROPE["long_factor"][:8]
+
+    def test_keep_numbers_of_layers(self) -> None:
+        kept = twin.shrunk_config(CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=3))
+        assert kept.first_k_dense_replace == 2 and kept.num_hidden_layers == 4
+        kept = twin.shrunk_config(CONFIG_MAPPING["qwen3_moe"](mlp_only_layers=[5, 7], num_hidden_layers=12))
+        assert kept.mlp_only_layers == [2, 3] and kept.num_hidden_layers == 4
+
+    def test_of_other_weights_are_the_same(self, tiny_models: dict[str, str]) -> None:
+        first, second = (load_model(tiny_models[name]).model for name in ("llama", "llama-rope-linear"))
+        assert twin.described(first) == twin.described(first) != twin.described(second)
+
+    def test_that_stay_large_are_none(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        model = load_model(tiny_models["llama"]).model
+        monkeypatch.setattr(twin, "shrunk_config", lambda config: type(config)())
+        with pytest.raises(ValueError, match="its tiny model has 6738415616 weights"):
+            twin.make_twin(model)
+
+
+def test_weights_are_no_zeros_and_random_numbers_of_others_stay(tiny_models: dict[str, str]) -> None:
+    model = load_model(tiny_models["gemma2"]).model
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    made = twin.make_twin(model)
+    assert torch.equal(torch.rand(1), expected) and not made.training
+    assert all(weight.dtype == torch.float32 and float(weight.detach().std()) > 0.05 for weight in made.parameters())
