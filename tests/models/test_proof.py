@@ -32,6 +32,10 @@ _WINDOWS = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+_SHARED = {
+    **{"num_hidden_layers": 6, "sliding_window": 24, "num_kv_shared_layers": 2},
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LOOKED_AT: dict[str, dict[str, Any]] = {
@@ -39,10 +43,15 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     "cohere2": _WINDOWS,
     "ernie4_5": {},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
+    "gemma3n_text": {
+        **_SHARED,
+        **{"activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8, "altup_num_inputs": 2, "altup_active_idx": 0},
+        **{"intermediate_size": [96] * 6, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 400},
+    },
     "gemma4_text": {
-        **_WINDOWS,
+        **_SHARED,
         **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 400},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 400},
     },
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": _ROUTED,
@@ -54,7 +63,7 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
 }
 """Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
 without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position, layers that
-differ in the number of heads, or in the widths of keys and values."""
+differ in the number of heads, or in the widths of keys and values, and layers that read the KV of others."""
 
 
 def skip_unless_known(architecture: str) -> None:
@@ -233,6 +242,39 @@ def test_a_planted_mistake_is_refused(
     unload_models()
     monkeypatch.undo()
     load_model(tiny_models["llama"], dtype=dtype)
+
+
+class TestLayersThatReadOthers:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> str:
+        skip_unless_known("gemma4_text")
+        return str(build_model(tmp_path, tiny_spec("gemma4_text", **LOOKED_AT["gemma4_text"])))
+
+    def test_have_nothing_stored_and_do_not_run_for_chunks(self, folder: str) -> None:
+        runtime = load_model(folder)
+        assert runtime.num_layers == len(runtime.widths) == 4 and len(runtime.new_cache(1).layers) == 4
+        ran: list[int] = []
+        for number, layer in enumerate(runtime.model.base_model.layers):
+            layer.mlp.register_forward_hook(lambda *args, number=number: ran.append(number))
+        assert runtime.encode([5, 6, 7]).shape[0] == 4 and ran == [0, 1, 2]
+        assert len(runtime.encode_many([[5, 6, 7], [8, 9]])) == 2 and ran == [0, 1, 2] * 2
+
+    @pytest.mark.usefixtures("home")
+    def test_rows_that_leave_before_the_last_kv_are_refused(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        install = model.install_layer_hooks
+        monkeypatch.setattr(model, "install_layer_hooks", lambda layers, writing: install(layers, writing - 1))
+        with pytest.raises(UnsupportedModelError, match=r"failed the proof .*recompute by"):
+            load_model(folder)
+
+    def test_decode_several_answers(self, folder: str) -> None:
+        """One by one."""
+        runtime = load_model(folder)
+        prompts = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]
+        states = [runtime.prefill(prompt, 8)[0] for prompt in prompts]
+        logits = runtime.decode_steps(states, [11, 12])
+        for prompt, token, each in zip(prompts, (11, 12), logits, strict=True):
+            ids = torch.cat((prompt, torch.tensor([token])))
+            assert gap(each, reference_logits(folder, ids)) < EXACT * float(each.abs().max())
 
 
 @pytest.mark.usefixtures("home")

@@ -28,10 +28,20 @@ _VISION = {
     **{"patch_size": 14, "head_dim": 16},
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 14}
-_WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_KINDS = ["sliding_attention", "full_attention"]
+_WINDOWS = {"sliding_window": 24, "layer_types": _KINDS * 2}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WHOLE: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**_TEXT, **_WINDOWS, "query_pre_attn_scalar": 16}, "vision_config": _VISION},
+    "gemma4": {
+        "text_config": {
+            **{**_TEXT, **_WINDOWS, "num_hidden_layers": 6, "layer_types": _KINDS * 3},
+            **{"global_head_dim": 32, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 400},
+        },
+        "vision_config": {**_VISION, "num_key_value_heads": 2, "global_head_dim": 16},
+        "audio_config": None,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_VISION, "model_type": "pixtral"},
@@ -45,7 +55,8 @@ WHOLE: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
     },
 }
-"""Windows; a Pixtral; three positions a token; a scale of logits that the whole model does not apply."""
+"""Windows; layers of other widths, and layers that read others; a Pixtral; three positions a token; a scale of logits
+that the whole model does not apply."""
 
 
 def build(folder: Path, architecture: str) -> str:

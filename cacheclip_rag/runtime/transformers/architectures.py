@@ -92,8 +92,6 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             _refuse(name, f"({model_type!r}) keeps compressed KV (multi-head latent attention), not keys and values")
         if "chunked_attention" in kinds:
             _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
-        if getattr(text, "num_kv_shared_layers", None):
-            _refuse(name, f"({model_type!r}) has layers that read the KV of other layers")
         if planned:
             check_architecture(model_type, name)
     if getattr(text, "use_bidirectional_attention", False):

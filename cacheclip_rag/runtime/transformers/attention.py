@@ -64,7 +64,7 @@ def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_m
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
         if layer == probe.stop:
             raise PassEnded
-    if pattern.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
+    if pattern.last_rows == 0 and layer == pattern.last_layer:
         raise PassEnded
     return block_attention(query, key, value, pattern.blocks, rule), None
 

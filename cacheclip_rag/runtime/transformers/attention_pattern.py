@@ -177,8 +177,10 @@ class AttentionPattern:
     """Called with each layer's number before the layer runs, for instance to write its stored KV; None: nothing to
     do."""
     last_rows: int | None = None
-    """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
-    last layer's KV is written. None: all rows need it."""
+    """How many of the last rows need the last layer's output; the others need KV only. 0: the pass ends when the last
+    KV is written. None: all rows need it."""
+    last_layer: int = -1
+    """The last layer that writes KV."""
     position_embeddings: Sequence[Tables | None] | None = None
     """Per layer cos and sin of the rows, as the model's own rotary module would give them, ``(1, num_rows,
     rotary_dim)``; None: the module makes them."""
@@ -205,22 +207,12 @@ def rows_per_block(num_keys: int, device: torch.device | None) -> int:
     return 2 * ROWS_PER_BLOCK if num_keys > _LONG else ROWS_PER_BLOCK
 
 
-def rows_of(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """Arguments of a decoder layer for these rows only, ``(num_rows,)`` int64."""
-    return {**kwargs, **{name: _cut(kwargs[name], rows, dim) for name, dim in _OF_ROWS.items() if name in kwargs}}
-
-
-def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_cut(part, rows, dim) for part in value)
-    return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
-
-
-def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
+def install_layer_hooks(layers: Sequence[torch.nn.Module], num_writing: int) -> None:
     """Let the patterns of passes act on these layers of an unmodified model, whose own loop over layers stays in use.
 
     Before each layer, its stored KV is written, and rotary tables that are there already are handed on, if the pattern
-    has them. Before the last layer, rows whose output nobody needs leave the pass.
+    has them. Before the last layer that writes KV, rows whose output nobody needs leave the pass; the layers after the
+    first ``num_writing`` read what others wrote.
     """
 
     def hook(number: int) -> Any:
@@ -230,13 +222,14 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
             pattern: AttentionPattern | None = kwargs.get("cacheclip_pattern")
             if pattern is None:
                 return None
+            hidden, kwargs = args[0], {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
+            if number >= num_writing:
+                return (hidden,), _of_last_rows(hidden, kwargs)
             if pattern.before_layer is not None:
                 pattern.before_layer(number)
             if pattern.position_embeddings is not None:
-                kwargs = {**kwargs, "position_embeddings": pattern.position_embeddings[number], "position_ids": None}
-            hidden = args[0]
-            kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
-            if number == len(layers) - 1:
+                kwargs |= {"position_embeddings": pattern.position_embeddings[number], "position_ids": None}
+            if number == num_writing - 1:
                 hidden, kwargs = _enter_last(module, hidden, kwargs)
             return (hidden,), kwargs
 
@@ -252,16 +245,30 @@ def _enter_last(
     """Write the last layer's KV of all rows in a run that ends at its attention, then leave only the rows whose output
     is needed."""
     pattern: AttentionPattern = kwargs["cacheclip_pattern"]
-    needed, num_rows = pattern.last_rows, hidden.shape[-2]
-    last = pattern.blocks[-1] if pattern.blocks else None
-    if not needed or needed >= num_rows or not isinstance(last, Block):
+    needed = pattern.last_rows
+    if not needed or needed >= hidden.shape[-2] or not (pattern.blocks and isinstance(pattern.blocks[-1], Block)):
         return hidden, kwargs
     with suppress(PassEnded):
         layer.forward(hidden, **{**kwargs, "cacheclip_pattern": replace(pattern, last_rows=0)})
+    hidden = hidden[..., -needed:, :]
+    return hidden, _of_last_rows(hidden, kwargs)
+
+
+def _of_last_rows(hidden: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A layer's arguments for the last rows of a pass alone, of which it has the hidden states."""
+    count, last = hidden.shape[-2], kwargs["cacheclip_pattern"].blocks[-1]
+    if count == last.rows.stop:
+        return kwargs
     cache: Any = next(kwargs[name] for name in _CACHE_NAMES if name in kwargs)
-    slots = cache.layers[-1].slots_on_cpu[-needed:]
+    slots = cache.layers[-1].slots_on_cpu[-count:]
     cache.scatter(slots)
-    rows = torch.arange(num_rows - needed, num_rows)
-    positions = slots - last.keys.start
-    block = Block.of(slice(0, needed), last.keys, positions, hidden.device)
-    return hidden[..., -needed:, :], {**rows_of(kwargs, rows), "cacheclip_pattern": AttentionPattern([block])}
+    block = Block.of(slice(0, count), last.keys, slots - last.keys.start, hidden.device)
+    cut = {name: _cut(kwargs[name], count, dim) for name, dim in _OF_ROWS.items() if name in kwargs}
+    return {**kwargs, **cut, "cacheclip_pattern": AttentionPattern([block])}
+
+
+def _cut(value: Any, count: int, dim: int) -> Any:
+    """The last ``count`` rows."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, count, dim) for part in value)
+    return value.narrow(dim, value.shape[dim] - count, count) if isinstance(value, torch.Tensor) else value

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
+from ...base.errors import UnsupportedModelError
 from ...store import KVShape, LayerKV
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
@@ -93,10 +94,18 @@ class ModelRuntime(TextModel):
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
         layers = layers_of(model)
-        self.layer_devices = [device_of(layer) for layer in layers]
-        install_layer_hooks(list(layers))
+        self.layer_devices = [device_of(layer) for layer in layers[: self.num_layers]]
+        install_layer_hooks(list(layers), self.num_layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         self.is_offloaded = _is_offloaded(model)
+        shares = self.num_layers < len(layers)
+        if shares and self.is_offloaded:  # rows leave such a pass, which the hooks of its weights would not see
+            raise UnsupportedModelError(
+                f"model {name!r} has layers that read the KV of others, and weights that do not fit on its device. "
+                "Expected one that holds them all: choose another device, dtype or model."
+            )
+        self._decodes_alone = shares
+        """Whether passes have one decoded token each."""
         # a pinned rotary module changes its frequencies in place with the length of each pass
         one_at_a_time = self.pinned_rope or self.is_offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
@@ -208,7 +217,7 @@ class ModelRuntime(TextModel):
         """
         assert not head or pattern.probe is None or pattern.probe.stop is None, "a pass that ends early has no logits"
         if not self.is_offloaded:
-            pattern = replace(pattern, last_rows=logits_to_keep if head else 0)
+            pattern = replace(pattern, last_rows=logits_to_keep if head else 0, last_layer=self.num_layers - 1)
         elif pattern.probe is not None:
             # hooks after each layer move weights away again, and an exception would skip them
             pattern = replace(pattern, probe=replace(pattern.probe, stop=None))
@@ -218,7 +227,7 @@ class ModelRuntime(TextModel):
             pattern = replace(pattern, before_layer=None)
         cache.scatter(positions if slots is None else slots)
         if pattern.position_embeddings is not None:
-            positions = positions[-1:]  # the rotary module makes nothing for the others
+            positions = positions[-logits_to_keep:]  # the rotary module makes nothing for the others
         arguments = {
             "input_ids": ids[None].to(self.device),
             "position_ids": positions[None].to(self.device),
@@ -281,7 +290,7 @@ class ModelRuntime(TextModel):
     def decode_steps(self, states: Sequence[FusedCache], token_ids: Sequence[int]) -> list[torch.Tensor]:
         """One pass in which each state's token is a row of its own: the weights are read once for all."""
         slots = [state.get_seq_length() for state in states]
-        if len(states) == 1 or self.pinned_rope or self.is_offloaded:
+        if len(states) == 1 or self.pinned_rope or self.is_offloaded or self._decodes_alone:
             return super().decode_steps(states, token_ids)
         layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]
         try:

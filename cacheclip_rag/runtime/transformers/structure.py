@@ -42,7 +42,8 @@ _LONGEST_MASK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What each layer keeps of a token. A layer whose state is another one has it as one head: what turns, or is kept
+    """What each layer that writes KV keeps of a token: all layers, or the first ones, if the others read what these
+    wrote. A layer whose state is another one has it as one head: what turns, or is kept
     as it is, in the keys, and no values, ``(1, width, 0)``."""
 
     readings: tuple[Reading | None, ...]
@@ -163,8 +164,6 @@ def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tupl
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer) or not layer.is_initialized or layer.keys.shape[2] != count:
             raise _Unclear("its layers do not each keep keys and values of every token")
-    if len(cache.layers) != num_layers:
-        raise _Unclear("some of its layers read the keys and values of others")
     yield from ((layer.keys[0], layer.values[0]) for layer in cache.layers)
 
 
