@@ -45,7 +45,7 @@ TABLES: dict[str, type[Table]] = {}
 """By the name of their command. Commands of other distributions add theirs (:mod:`.plugins`)."""
 
 BROUGHT = {
-    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate", "profile", "models list"), "lab"),
+    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate", "profile", "doctor", "models list"), "lab"),
     **dict.fromkeys(("ingest", "ask", "store remove"), "ingest"),
     "serve": "serve",
     **dict.fromkeys(("store create", "store compact"), "shared"),

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ..base.errors import ConfigurationError
-from ..store import shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -353,6 +352,8 @@ class Runtime(ABC):
     def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Shape of stored KV of so many tokens. A runtime whose KV is opaque bytes overrides this."""
         if self.widths:
+            from ..store.codecs import shape_of  # it loads torch
+
             return shape_of(self.widths, num_tokens)
         return self.num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
 

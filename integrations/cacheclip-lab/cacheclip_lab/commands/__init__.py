@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, finetune, models list."""
+"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, doctor, finetune, models list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from cacheclip_rag.plugins import Commands
 
 from .bench import bench
 from .certify import certify
+from .doctor import doctor
 from .evaluate import evaluate
 from .models import list_models
 from .profile import profile
@@ -19,6 +20,7 @@ def register(commands: Commands) -> None:
     commands.add("eval", evaluate)
     commands.add("certify", certify, CertifyTable)
     commands.add("profile", profile)
+    commands.add("doctor", doctor)
     commands.add("models list", list_models)
     commands.add("finetune", finetune, FinetuneTable)
     commands.add("calibrate", finetune)  # the name that scripts of earlier versions have

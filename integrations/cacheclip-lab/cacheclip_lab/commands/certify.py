@@ -115,9 +115,7 @@ def _print(certificate: Certificate, path: Path) -> None:
         tables[f"Turns of conversations at ratio {certificate.ratio:g}, to full prefill of the same history"] = _turns(
             certificate
         )
-    verdict = (
-        f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
-    )
+    verdict = f"Verdict at ratio {certificate.ratio:g}: {certificate.verdict} ({certificate.seconds:.0f} s)"
     print_tables(tables, *lines, verdict, f"Certificate: {path}")
 
 

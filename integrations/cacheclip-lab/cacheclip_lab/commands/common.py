@@ -55,16 +55,17 @@ def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
     """Print tables by title, then lines of text."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     # wide if stdout is not a terminal, so that no figure is cut off in a file
     out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
     for title, (titles, rows) in tables.items():
-        printed = Table(title=title)
+        printed = Table(title=Text(title))
         for number, each in enumerate(titles):
             is_name = number == 0  # is read whole; figures' titles may take several lines
-            printed.add_column(each, justify="left" if is_name else "right", no_wrap=is_name)
+            printed.add_column(Text(each), justify="left" if is_name else "right", no_wrap=is_name)
         for row in rows:
-            printed.add_row(*row)
+            printed.add_row(*map(Text, row))  # names and texts of others, in which brackets mean nothing
         out.print(printed)
     for line in lines:
-        out.print(line, soft_wrap=True)
+        out.print(Text(line), soft_wrap=True)

@@ -30,7 +30,7 @@ from .tables import (
 if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; }
@@ -63,7 +63,7 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
         _lengths(summary),

@@ -1,0 +1,1 @@
+"""``cacheclip doctor``: what recorded requests would gain from each kind of cache. No model is needed."""
