@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 
 from cacheclip_rag.base.errors import UnsupportedModelError
 from cacheclip_rag.models.load import load_model, unload_models
-from cacheclip_rag.runtime.transformers import attention, cache, model, proof, structure
+from cacheclip_rag.runtime.transformers import attention, cache, kept, model, proof, structure
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
 from tests.conftest import CHUNKS
@@ -370,7 +370,7 @@ class TestVerdict:
                 if again == "twin":
                     memos[len(proof._BRIEF)].unlink()
                 assert again in load(first) and json.loads(memo.read_text()).keys() == verdict.keys()
-        monkeypatch.setattr(proof.transformers, "__version__", "99.0")
+        monkeypatch.setattr(kept.transformers, "__version__", "99.0")
         assert load(first) == ["twin", "own"]
 
     def test_a_check_is_wrong_if_it_fails_for_every_seed(
@@ -404,7 +404,7 @@ class TestVerdict:
         memo = proof._memo(runtime)
         assert memo == proof._memo(runtime) and memo.exists()
         if change == "sources":
-            monkeypatch.setattr(proof, "_sources", lambda: value)
+            monkeypatch.setattr(kept, "_sources", lambda: value)
         else:
             monkeypatch.setattr(runtime, change, value)
         assert proof._memo(runtime) != memo
@@ -427,13 +427,39 @@ class TestVerdict:
             load_model(tiny_models["llama"])
         assert caught.value is error and not list(home.glob("proofs/*"))
 
+    def test_of_the_structure_is_kept_beside_it(
+        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For these weights, and until it is damaged."""
+        looked: list[str] = []
+        find = structure.find_structure
+
+        def noted(model: Any, name: str, device: torch.device) -> Any:
+            looked.append(name)
+            return find(model, name, device)
+
+        monkeypatch.setattr(structure, "find_structure", noted)
+
+        def load(name: str) -> tuple[int, Any]:
+            unload_models()
+            looked.clear()
+            runtime = load_model(tiny_models[name])
+            return len(looked), (runtime.rotary.readings, runtime.widths)
+
+        for name in ("gemma3", "smollm3"):
+            count, seen = load(name)
+            assert count == 2 and load(name) == (0, seen)  # that of the tiny model, too
+        for file in (home / "structures").glob("*.json"):
+            file.write_text('{"readings": [[0]], "widths": []}')
+        assert load("gemma3")[0] == 1
+
     def test_that_is_no_longer_written(
         self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(*args: Any) -> None:
             raise OSError("no space")
 
-        monkeypatch.setattr(proof, "write_json", full)
+        monkeypatch.setattr(kept, "write_json", full)
         assert load_model(tiny_models["llama"]).encode([5, 6]).shape[3] == 2
 
 

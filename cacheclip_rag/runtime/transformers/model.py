@@ -29,7 +29,7 @@ from .batched_encoding import batches_of, empty_kv, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
-from .structure import Structure, find_structure, layers_of, rotary_modules
+from .structure import Structure, kept_structure, layers_of, rotary_modules
 from .text import TextModel, check_process
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ModelRuntime(TextModel):
     these are the largest numbers, and the others are padded with zeros.
     """
 
-    _find_structure: Callable[[Any, str, torch.device], Structure] = staticmethod(find_structure)
+    _find_structure: Callable[[Any, str, torch.device, str], Structure] = staticmethod(kept_structure)
     can_move = True
     can_extend = True
 
@@ -86,7 +86,7 @@ class ModelRuntime(TextModel):
         self._fuse = fuse
         self.rope_pin = rope_pin(config)
         self.device: torch.device = device_of(model.get_input_embeddings())
-        structure = self._find_structure(model, name, self.device)
+        structure = self._find_structure(model, name, self.device, fingerprint)
         self.widths = structure.widths
         self.num_layers, _, self.num_kv_heads, _, self.head_dim = KVShape(self.widths, 0)
         self.context_tokens: int = config.max_position_embeddings

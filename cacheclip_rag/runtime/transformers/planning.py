@@ -23,7 +23,7 @@ Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Te
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
 
 
-def known_structure(model: Any, name: str, device: torch.device) -> Structure:
+def known_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:
     """By the config: there are no weights to look at."""
     config, known = model.config, SUPPORTED[model.config.model_type]
     readings: list[Reading | None] = [Reading(columns="single" if known.half_tables else "halves")]

@@ -7,10 +7,7 @@ tiny model, its own weights are compared in all. Verdicts are kept.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-import json
 import logging
 import math
 import sys
@@ -20,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ...base.errors import CacheClipError, UnsupportedModelError, first_line, is_out_of_memory
-from ...base.keys import json_digest
-from ...base.paths import cache_home, write_json
-from ...base.version import __version__
 from .attention import ATTENTION_NAME
 from .attention_pattern import AttentionPattern, Block, Probe, causal_pattern
+from .kept import kept, kept_file
 from .packed_weights import weights_kept
 from .quantised_weights import check_rows, is_quantised
 from .structure import check_numbers, ordinary_tokens
@@ -60,6 +54,7 @@ and where activations are quantised."""
 _NOTICED = 1e-3
 """Least gap that wrong positions must make, and twice that of the right ones."""
 _OWN_NAME = "cacheclip-own"
+_FOLDER = "proofs"
 
 
 def prove(runtime: Any) -> None:
@@ -91,43 +86,27 @@ def _verdict_of_twin(runtime: Any) -> dict[str, Any] | None:
         return _verdict(tiny, _WHOLE)
 
     try:
-        return _kept(_file(described(runtime.model), str(runtime.device)), torch.float32, make)
+        return _kept(kept_file(_FOLDER, described(runtime.model), str(runtime.device)), torch.float32, make)
     except ValueError as error:
         logger.info("%s is proven on its own weights alone: its config makes no tiny model (%s)", runtime.name, error)
         return None
 
 
 def _kept(memo: Path, dtype: torch.dtype, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A verdict that is kept; a new one if there is none, it is damaged, or its numbers prove nothing."""
-    try:
-        verdict: dict[str, Any] = json.loads(memo.read_text())
-        if isinstance(verdict["hands_tables"], bool) and not _failures(verdict, dtype):
-            return verdict
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    verdict = make()
-    try:
-        write_json(memo, verdict)
-    except OSError as error:
-        logger.debug("the proof of %s is not kept: %s", verdict["model"], error)
-    return verdict
+    """A verdict that is kept; a new one if there is none, or its numbers prove nothing."""
+
+    def read(verdict: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(verdict["hands_tables"], bool) or _failures(verdict, dtype):
+            raise ValueError("it proves nothing")
+        return verdict
+
+    return kept(memo, read, make, dict)
 
 
 def _memo(runtime: Any) -> Path:
-    """Where the verdict is kept: everything that it depends on is in its name."""
+    """Where the verdict is kept."""
     devices = [(str(each), each.type == "cuda" and torch.cuda.get_device_name(each)) for each in runtime.layer_devices]
-    return _file(type(runtime.model).__name__, runtime.fingerprint, devices, runtime.is_offloaded)
-
-
-def _file(*identity: object) -> Path:
-    versions = __version__, _sources(), transformers.__version__, torch.__version__
-    return cache_home() / "proofs" / f"{hashlib.sha256(repr((*identity, versions)).encode()).hexdigest()}.json"
-
-
-@functools.cache
-def _sources() -> str:
-    """Digest of what is proven: this folder's modules."""
-    return json_digest([file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))])
+    return kept_file(_FOLDER, type(runtime.model).__name__, runtime.fingerprint, devices, runtime.is_offloaded)
 
 
 def _verdict(runtime: Any, checks: tuple[str, ...]) -> dict[str, Any]:

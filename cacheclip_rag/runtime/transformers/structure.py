@@ -9,7 +9,7 @@ dimensions. The masks that the model makes are compared with the attention's own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -23,7 +23,9 @@ from ...base.errors import ModelError, UnsupportedModelError, first_line, is_out
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, Block
 from .cache import cache_argument
+from .kept import kept, kept_file
 from .rotary import Reading, RotaryForm, Tables, made_tables, unrotate
+from .twin import described
 
 _LOOK_NAME = "cacheclip-look"
 _NUM_EMBEDDINGS = 4096
@@ -51,6 +53,12 @@ class Structure:
     widths: tuple[tuple[int, int, int], ...]
     """Of each layer its number of KV heads and the widths of its keys and values."""
 
+    @classmethod
+    def of(cls, readings: list[Any], widths: list[Any]) -> Structure:
+        """Of fields that were read from JSON."""
+        made = (each and Reading(each[0], each[1], each[2], RotaryForm(*each[3])) for each in readings)
+        return cls(tuple(made), tuple((int(heads), int(keys), int(values)) for heads, keys, values in widths))
+
 
 class _Unclear(Exception):
     """Why the structure is not known."""
@@ -77,6 +85,16 @@ def layers_of(model: Any) -> torch.nn.ModuleList:
 def rotary_modules(model: Any) -> list[Any]:
     """Modules beside the layers that make rotary tables."""
     return [module for name, module in decoder_of(model).named_children() if "rotary" in name or "rope" in name]
+
+
+def kept_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:
+    """:func:`find_structure`, unless it is known: a ``fingerprint`` tells models of a class apart, an empty one does
+    not."""
+    find = partial(find_structure, model, name, device)
+    if not fingerprint:
+        return find()
+    file = kept_file("structures", described(model), fingerprint, str(device))
+    return kept(file, lambda fields: Structure.of(**fields), find, asdict)
 
 
 @torch.inference_mode()
