@@ -238,6 +238,8 @@ class Runtime(ABC):
     head_dim: int
     widths: Sequence[tuple[int, int, int]] = ()
     """Of each layer its number of KV heads and the widths of its keys and values; empty: those above, in all."""
+    without_attention: frozenset[int] = frozenset()
+    """Layers that convolve a token's input with those before it instead. What they keep of it is stored as KV."""
     dtype: torch.dtype
     device: torch.device
     """Device that takes the token ids."""

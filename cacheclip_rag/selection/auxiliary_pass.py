@@ -85,7 +85,7 @@ class AuxiliaryPass:
         heads = self.heads if scorer.heads == "auto" else self.named.get(scorer.heads)
         heads = heads if scorer.layers == "tuned" else None
         unset = "last" if scorer.layers == "tuned" else scorer.layers
-        layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
+        layers = pick_layers(unset, runtime.num_layers, runtime.without_attention) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
         with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, when_read=when_read) as reading:
             raw = reading.until_whole(partial(self._scores, chosen, asked, heads, layers, clock))
@@ -228,7 +228,7 @@ def score_chunks(
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
     *,
-    layers: Iterable[int] | None = None,
+    layers: Sequence[int] | None = None,
     heads: HeadSet | None = None,
     before_layer: Callable[[int], None] | None = None,
     after_layer: Callable[[int], None] | None = None,
@@ -237,8 +237,7 @@ def score_chunks(
 
     The cache holds ``prefix | chunk | question`` once per chunk, side by side. All copies of the question run together,
     and each sees only its own segment. Only the question's rows are computed; chunks and prefix come from the store.
-    Neighbouring chunks of similar length are computed together, so that the number of tensor operations does not depend
-    on the number of chunks if they come sorted by length.
+    Neighbouring chunks of similar length are computed together: sorted by length, more cost no more tensor operations.
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
@@ -255,7 +254,8 @@ def score_chunks(
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    chosen = frozenset(heads.layers if heads else [auxiliary.num_layers - 1] if layers is None else layers)
+    last = pick_layers("last", auxiliary.num_layers, auxiliary.without_attention)
+    chosen = frozenset(heads.layers if heads else layers or last)
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
     hidden = None if heads is None else packed.sinks(heads.sinks)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)

@@ -50,11 +50,11 @@ _PINNED_ROPE_TYPES = ("dynamic", "longrope")
 
 _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", "longt5", "led", "blenderbot", "fsmt")
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
-_STATE_SIZES = ("conv_L_cache", "mamba_d_state")
+_STATE_SIZES = ("mamba_d_state",)
 """Config fields of recurrent layers, which the oldest supported transformers does not list as layer types."""
 _SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 """Layer types of DeepSeek-V3.2 and later, and of models built like them."""
-_WITHOUT_STATE = ("full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *_SPARSE)
+_WITHOUT_STATE = ("full_attention", "sliding_attention", "chunked_attention", "attention", "conv", "moe", "mlp")
 _WORKS = (
     "Choose another model, such as Llama, Qwen3 or Gemma 3, or run this one with transformers itself, without reuse."
 )
@@ -82,7 +82,7 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
     if model_type not in SUPPORTED:
         kinds = _layer_types(text)
         state = any(getattr(text, field, None) for field in _STATE_SIZES)
-        if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE} or state:
+        if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE, *_SPARSE} or state:
             _refuse(
                 name, f"({model_type!r}) has recurrent layers, whose state after a chunk depends on all text before"
             )

@@ -22,7 +22,7 @@ from .rotary import Tables
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0, "per_layer_input": 1}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
-_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """What decoder layers call the cache, by class and version."""
 ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
@@ -259,7 +259,7 @@ def _of_last_rows(hidden: torch.Tensor, kwargs: dict[str, Any]) -> dict[str, Any
     count, last = hidden.shape[-2], kwargs["cacheclip_pattern"].blocks[-1]
     if count == last.rows.stop:
         return kwargs
-    cache: Any = next(kwargs[name] for name in _CACHE_NAMES if name in kwargs)
+    cache: Any = next(kwargs[name] for name in CACHE_NAMES if name in kwargs)
     slots = cache.layers[-1].slots_on_cpu[-count:]
     cache.scatter(slots)
     block = Block.of(slice(0, count), last.keys, slots - last.keys.start, hidden.device)

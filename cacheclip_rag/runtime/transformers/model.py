@@ -29,6 +29,7 @@ from .batched_encoding import batches_of, empty_kv, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
+from .short_convolution import install_short_convolutions
 from .structure import Structure, kept_structure, layers_of, rotary_modules
 from .text import TextModel, check_process
 
@@ -86,6 +87,8 @@ class ModelRuntime(TextModel):
         self._fuse = fuse
         self.rope_pin = rope_pin(config)
         self.device: torch.device = device_of(model.get_input_embeddings())
+        layers = layers_of(model)
+        self.without_attention = install_short_convolutions(layers, config)
         structure = self._find_structure(model, name, self.device, fingerprint)
         self.widths = structure.widths
         self.num_layers, _, self.num_kv_heads, _, self.head_dim = KVShape(self.widths, 0)
@@ -93,7 +96,6 @@ class ModelRuntime(TextModel):
         self.reuse_tokens: int = reuse_tokens(config)
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
-        layers = layers_of(model)
         self.layer_devices = [device_of(layer) for layer in layers[: self.num_layers]]
         install_layer_hooks(list(layers), self.num_layers)
         self.pinned_rope: bool = has_pinned_rope(config)

@@ -84,7 +84,8 @@ def layers_of(model: Any) -> torch.nn.ModuleList:
 
 def rotary_modules(model: Any) -> list[Any]:
     """Modules beside the layers that make rotary tables."""
-    return [module for name, module in decoder_of(model).named_children() if "rotary" in name or "rope" in name]
+    parts = decoder_of(model).named_children()
+    return [part for name, part in parts if "rotary" in f"{name} {type(part).__name__}".lower() or "rope" in name]
 
 
 def kept_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:

@@ -7,7 +7,7 @@ one abstract method, ``score``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,29 +73,33 @@ class CacheScorer(Scorer):
         return self.score(view)
 
 
-def pick_layers(spec: str, num_layers: int) -> list[int]:
-    """Layer numbers for a specification.
+def pick_layers(spec: str, num_layers: int, without: Collection[int] = ()) -> list[int]:
+    """Layer numbers for a specification, among those that attend.
 
     Args:
         spec: ``all``, ``last``, ``upper`` (half), ``middle`` (third), or layer numbers joined by ``+`` (``14+13+17``).
+        without: layers without attention (:attr:`~cacheclip_rag.runtime.base.Runtime.without_attention`).
 
     Raises:
         ConfigurationError: an invalid specification, or a layer that the model does not have.
     """
+    attending = [layer for layer in range(num_layers) if layer not in without]
+    count = len(attending)
     try:
         first, stop = {
-            "all": (0, num_layers),
-            "upper": (num_layers // 2, num_layers),
-            "middle": (num_layers // 3, max(num_layers // 3 + 1, round(2 / 3 * num_layers))),
-            "last": (num_layers - 1, num_layers),
+            "all": (0, count),
+            "upper": (count // 2, count),
+            "middle": (count // 3, max(count // 3 + 1, round(2 / 3 * count))),
+            "last": (count - 1, count),
         }.get(spec, (0, 0))
         if stop:
-            return list(range(first, stop))
+            return attending[first:stop]
         layers = sorted({int(part) for part in spec.split("+")})
     except (AttributeError, TypeError, ValueError):  # not a string, or not numbers
         layers = []
-    if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
+    if not layers or not {*attending} >= {*layers}:
+        others = f", of layers that attend (not {', '.join(map(str, sorted(without)))})" if without else ""
         raise ConfigurationError(
-            f"layers must be all, last, upper, middle, or numbers below {num_layers} joined by +, got {spec!r}."
+            f"layers must be all, last, upper, middle, or numbers below {num_layers} joined by +{others}, got {spec!r}."
         )
     return layers

@@ -12,7 +12,7 @@ import torch
 
 from ...runtime.transformers.cache import FusedCache
 from ..views import CacheView, split_by_span
-from .base import CacheScorer
+from .base import CacheScorer, pick_layers
 from .query_attention import attention_to_tokens
 
 
@@ -27,10 +27,9 @@ class Oracle(CacheScorer):
         start = int(view.question[0])
         full.cut(start)
         rows = torch.arange(start, layout.num_tokens)
-        attended = attention_to_tokens(
-            runtime, full, layout.ids, rows, view.question, range(runtime.num_layers), per_layer=True
-        )
-        return split_by_span((attended * staleness).mean(0), view.spans)
+        layers = pick_layers("all", runtime.num_layers, runtime.without_attention)
+        attended = attention_to_tokens(runtime, full, layout.ids, rows, view.question, layers, per_layer=True)
+        return split_by_span((attended * staleness[layers]).mean(0), view.spans)
 
 
 def _staleness(full: FusedCache, stale: FusedCache, num_tokens: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ class QueryAttention(CacheScorer):
         pick_layers(self.layers, 1024)
 
     def score(self, view: CacheView) -> list[torch.Tensor]:
-        layers = pick_layers(self.layers, view.runtime.num_layers)
+        layers = pick_layers(self.layers, view.runtime.num_layers, view.runtime.without_attention)
         found = attention_to_tokens(view.runtime, view.cache, view.layout.ids, view.fresh, view.question, layers)
         return split_by_span(found, view.spans)
 

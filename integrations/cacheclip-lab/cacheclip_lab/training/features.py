@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheclip_rag import ModelError
 from cacheclip_rag.measuring import ChunkCaches, Probe, pack_chunks, question_ids
 from cacheclip_rag.runtime import TokenizedText
 
@@ -39,6 +40,11 @@ def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> SampleAttent
         sinks: first tokens of each chunk that get no score.
     """
     runtime = transformers_model(caches.runtime)
+    if runtime.without_attention:
+        raise ModelError(
+            f"the auxiliary {runtime.name!r} has layers without attention, for which no head set can be fitted. Name "
+            "one whose layers all attend."
+        )
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix.kv if caches.prefix_ids else None) for each in tokens]
     layers, question = range(runtime.num_layers), question_ids(runtime, sample.question)
