@@ -155,8 +155,8 @@ def scatter_cache(start: FusedCache, num_tokens: int, rows: torch.Tensor) -> Cac
     """The reference's cache with the KV of an assembled one, zeros where that has none."""
     layers = []
     for layer in start.layers:
-        kv = [torch.zeros(1, each.shape[1], num_tokens, each.shape[3]) for each in (layer.keys, layer.values)]
-        kv[0][:, :, : layer.length], kv[1][:, :, : layer.length] = layer.keys, layer.values
+        kv = [torch.zeros(1, each.shape[1], num_tokens, each.shape[3]) for each in layer.in_order_of_class()]
+        kv[0][:, :, : layer.length], kv[1][:, :, : layer.length] = layer.in_order_of_class()
         layers.append(ScatterLayer(*kv, rows))
     return Cache(layers=layers)
 

@@ -24,6 +24,7 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import attention, cache, kept, model, proof, structure
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
+from cacheclip_rag.store import layer_shapes
 from tests.conftest import CHUNKS
 from tests.fusion.cases import BROKEN, EXACT, gap, make_case, prefilled, reference_logits, scatter_reference
 
@@ -38,9 +39,15 @@ _SHARED = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_LATENT = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "head_dim": 8},
+}
 LOOKED_AT: dict[str, dict[str, Any]] = {
     "cohere": {},
     "cohere2": _WINDOWS,
+    "deepseek_v2": {**_ROUTED, **_LATENT},
+    "deepseek_v3": {**_ROUTED, **_LATENT},
     "ernie4_5": {},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
     "gemma3n_text": {
@@ -55,7 +62,9 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     },
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": _ROUTED,
+    "glm4_moe_lite": {**_ROUTED, **_LATENT},
     "gpt_neox": {},
+    "minicpm3": _LATENT,
     "mimo_v2_flash": {**_WINDOWS, **_ROUTED, "v_head_dim": 8, "hybrid_layer_pattern": [1, 0, 1, 0]},
     "ministral3": {},
     "olmo3": _WINDOWS,
@@ -63,7 +72,8 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
 }
 """Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
 without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position, layers that
-differ in the number of heads, or in the widths of keys and values, and layers that read the KV of others."""
+differ in the number of heads, or in the widths of keys and values, layers that read the KV of others, and
+latent attention."""
 
 
 def skip_unless_known(architecture: str) -> None:
@@ -266,15 +276,54 @@ class TestLayersThatReadOthers:
         with pytest.raises(UnsupportedModelError, match=r"failed the proof .*recompute by"):
             load_model(folder)
 
-    def test_decode_several_answers(self, folder: str) -> None:
-        """One by one."""
+
+class TestLatentAttention:
+    @staticmethod
+    def folder(tmp_path: Path, **settings: Any) -> str:
+        skip_unless_known("deepseek_v3")
+        return str(build_model(tmp_path, tiny_spec("deepseek_v3", **{**LOOKED_AT["deepseek_v3"], **settings})))
+
+    @pytest.mark.usefixtures("home")
+    def test_stores_the_latent_and_one_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.folder(tmp_path)
+        load_model(folder)
+        unload_models()
+        monkeypatch.setattr(structure, "find_structure", lambda *args: pytest.fail("it is known"))
         runtime = load_model(folder)
-        prompts = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]
-        states = [runtime.prefill(prompt, 8)[0] for prompt in prompts]
-        logits = runtime.decode_steps(states, [11, 12])
-        for prompt, token, each in zip(prompts, (11, 12), logits, strict=True):
-            ids = torch.cat((prompt, torch.tensor([token])))
-            assert gap(each, reference_logits(folder, ids)) < EXACT * float(each.abs().max())
+        assert isinstance(runtime.new_cache(1).layers[0], cache.LatentLayer)
+        assert runtime.widths == ((1, 8, 32),) * 3 and runtime.new_cache(1).token_bytes == 3 * (8 + 32) * 4
+        assert sum(layer.num_numbers for layer in layer_shapes(runtime.kv_shape(7))) == 7 * 3 * (8 + 32)
+
+    @pytest.mark.usefixtures("home")
+    def test_a_latent_that_is_turned_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = self.folder(tmp_path, kv_lora_rank=8)
+        monkeypatch.setattr(cache.LatentLayer, "update", cache.FusedLayer.update)
+        with pytest.raises(UnsupportedModelError, match="failed the proof"):
+            load_model(folder)
+
+    def test_prompts_are_stored_and_read_again(self, tmp_path: Path) -> None:
+        """An odd number of keys of one shape, and of latents."""
+        runtime = load_model(self.folder(tmp_path))
+        state, _ = runtime.prefill(torch.arange(20, 29), 16)
+        tensors = runtime.prompt_tensors
+        pieces = [tensors.join([block]) for block in state.blocks(0, 9, 3)]
+        assert [tuple(kv.shape) for kv in pieces[0]] == tensors.shapes(3) == [(3, 2, 1, 3, 4), (3, 2, 1, 3, 16)]
+        for one, other in zip(state.layers, tensors.state(0, pieces).layers, strict=True):
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4_text", "mimo_v2_flash"])
+def test_answers_that_are_decoded_together_and_long_prompts(architecture: str, tmp_path: Path) -> None:
+    """Where queries and values differ in width, or layers have no KV of their own."""
+    skip_unless_known(architecture)
+    folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
+    runtime = load_model(folder)
+    prompts = [torch.arange(1100) % 390 + 5, torch.tensor([9, 10])]
+    states = [runtime.prefill(prompt[:1050], 1110)[0] for prompt in prompts]
+    runtime.extend(states[0], prompts[0][1050:], 1050)
+    for prompt, token, logits in zip(prompts, (11, 12), runtime.decode_steps(states, [11, 12]), strict=True):
+        expected = reference_logits(folder, torch.cat((prompt, torch.tensor([token]))))
+        assert gap(logits, expected) < EXACT * float(expected.abs().max())
 
 
 @pytest.mark.usefixtures("home")

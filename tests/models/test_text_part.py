@@ -46,6 +46,14 @@ WHOLE: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_VISION, "model_type": "pixtral"},
     },
+    "mistral4": {
+        "text_config": {
+            **{**_TEXT, "model_type": "mistral4", "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8},
+            **{"qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 24, "n_group": 1},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "topk_group": 1},
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
     "qwen3_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE},
         "vision_config": {**_TOWER, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
@@ -55,14 +63,15 @@ WHOLE: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
     },
 }
-"""Windows; layers of other widths, and layers that read others; a Pixtral; three positions a token; a scale of logits
-that the whole model does not apply."""
+"""Windows; layers of other widths, and layers that read others; a Pixtral; latents; three positions a token; a scale of
+logits that the whole model does not apply."""
 
 
 def build(folder: Path, architecture: str) -> str:
     if architecture not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {architecture}")
-    config = CONFIG_MAPPING[architecture](tie_word_embeddings=False, **WHOLE[architecture])
+    whole = {"mistral4": "mistral3"}.get(architecture, architecture)
+    config = CONFIG_MAPPING[whole](tie_word_embeddings=False, **WHOLE[architecture])
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     make_tokenizer(400).save_pretrained(folder)

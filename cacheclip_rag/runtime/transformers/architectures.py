@@ -88,8 +88,6 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             )
         if kinds & {*_SPARSE}:
             _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
-        if getattr(text, "kv_lora_rank", None):
-            _refuse(name, f"({model_type!r}) keeps compressed KV (multi-head latent attention), not keys and values")
         if "chunked_attention" in kinds:
             _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
         if planned:

@@ -220,8 +220,8 @@ def _of_block(
         weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
         return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
     rows, groups = query.flatten(1, 2), query.shape[2]
-    # kernels that also return the log-sum-exp of the logits have no gradient
-    can_split = block.first >= _UNMASKED and not torch.is_grad_enabled()
+    # kernels that also return the log-sum-exp of the logits have no gradient, and want one width
+    can_split = block.first >= _UNMASKED and not torch.is_grad_enabled() and values.shape[-1] == query.shape[-1]
     known = query.device.type == "cpu" or (can_split and parts_merge(query.device, query.dtype, query.shape[-1]))
     if can_split and known and rule.covers(block.keys.stop - block.keys.start):
         mask = _additive_mask(block, block.first, rule, query, groups)

@@ -111,6 +111,10 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._resize(stop)
         return self.keys, self.values
 
+    def in_order_of_class(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the model's attention gives and takes them."""
+        return self.keys, self.values
+
     def cut(self, length: int) -> None:
         self._resize(min(length, self.length))
 
@@ -127,6 +131,18 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self.length if self.slots is not None else self.length + query_length), 0
+
+
+class LatentLayer(FusedLayer):
+    """A layer of latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): one rotary key a token, which turns, as
+    its keys, and the latent, of which each pass makes keys and values of all heads, as its values. Transformers gives
+    the latent first."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(value_states, key_states, *args, **kwargs)[::-1]
+
+    def in_order_of_class(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.values, self.keys
 
 
 class FusedCache(Cache):  # type: ignore[misc]

@@ -26,7 +26,7 @@ from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, PassEnded, Probe, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, empty_kv, encode_batch
-from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
+from .cache import FusedCache, FusedLayer, LatentLayer, StepLayer, cache_argument
 from .prompt_tensors import LayerTensors
 from .rotary import ModelRotary, unrotate
 from .short_convolution import install_short_convolutions
@@ -106,8 +106,9 @@ class ModelRuntime(TextModel):
                 f"model {name!r} has layers that read the KV of others, and weights that do not fit on its device. "
                 "Expected one that holds them all: choose another device, dtype or model."
             )
-        self._decodes_alone = shares
-        """Whether passes have one decoded token each."""
+        self._layer = LatentLayer if structure.is_latent else FusedLayer
+        self._decodes_alone = shares or structure.is_latent
+        """Whether a pass decodes one answer's token: attention reads more than each layer's own keys and values."""
         # a pinned rotary module changes its frequencies in place with the length of each pass
         one_at_a_time = self.pinned_rope or self.is_offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
@@ -134,7 +135,7 @@ class ModelRuntime(TextModel):
         layers = []
         for kind in zip(self.widths, self.layer_devices, strict=True):
             widths, device = kind
-            layer = FusedLayer(widths, capacity, self.dtype, device, shared.get(kind))
+            layer = self._layer(widths, capacity, self.dtype, device, shared.get(kind))
             if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(kind, layer)
             layers.append(layer)

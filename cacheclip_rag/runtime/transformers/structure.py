@@ -52,12 +52,16 @@ class Structure:
     """How each layer turns its keys; None: it does not."""
     widths: tuple[tuple[int, int, int], ...]
     """Of each layer its number of KV heads and the widths of its keys and values."""
+    is_latent: bool = False
+    """What transformers gives the cache as values turns, and what it gives as keys does not
+    (:class:`~.cache.LatentLayer`). Widths are those of what turns, and of what does not."""
 
     @classmethod
-    def of(cls, readings: list[Any], widths: list[Any]) -> Structure:
+    def of(cls, readings: list[Any], widths: list[Any], is_latent: bool) -> Structure:
         """Of fields that were read from JSON."""
         made = (each and Reading(each[0], each[1], each[2], RotaryForm(*each[3])) for each in readings)
-        return cls(tuple(made), tuple((int(heads), int(keys), int(values)) for heads, keys, values in widths))
+        sizes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in widths)
+        return cls(tuple(made), sizes, bool(is_latent))
 
 
 class _Unclear(Exception):
@@ -110,8 +114,11 @@ def find_structure(model: Any, name: str, device: torch.device) -> Structure:
         written = list(_written(model, len(layers), device))
         for each in chain(*written):
             check_numbers(each, name)
+        is_latent = all(_depends(values) and not _depends(keys) for keys, values in written)
+        if is_latent:
+            written = [(values, keys) for keys, values in written]
         widths = tuple((len(keys), keys.shape[2], values.shape[2]) for keys, values in written)
-        return Structure(tuple(_readings(model, written)), widths)
+        return Structure(tuple(_readings(model, written)), widths, is_latent)
     except _Unclear as error:
         raise UnsupportedModelError(
             f"model {name!r} ({model.config.model_type!r}) cannot be reused exactly: {error}. Choose another model, "
@@ -229,7 +236,7 @@ def _readings(model: Any, written: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
     candidates = list(_candidates(model))
     for number, (keys, values) in enumerate(written):
         limit = _TOLERANCE.get(keys.dtype, _ROUNDED)
-        if _spread(values.float(), RotaryForm(), 0) > limit:
+        if _depends(values):
             raise _Unclear(f"values of layer {number} depend on the position")
         fits: dict[Reading | None, float] = {None: _spread(keys.float(), RotaryForm(), 0)}
         if fits[None] > limit:
@@ -241,6 +248,11 @@ def _readings(model: Any, written: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
         if not fits[best] <= limit:
             raise _Unclear(f"keys of layer {number} depend on the position in a way that is not known")
         yield best
+
+
+def _depends(rows: torch.Tensor) -> bool:
+    """Whether rows ``(num_heads, num_rows, dim)`` of one token depend on the position."""
+    return _spread(rows.float(), RotaryForm(), 0) > _TOLERANCE.get(rows.dtype, _ROUNDED)
 
 
 def _candidates(model: Any) -> Iterator[tuple[Reading, Tables]]:

@@ -199,7 +199,7 @@ def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torc
     end = prefilled.layout.chunks[-1].stop
     cache = DynamicCache()
     for number, layer in enumerate(prefilled.cache.layers):
-        cache.update(layer.keys[:, :, :end].clone(), layer.values[:, :, :end].clone(), number)
+        cache.update(*(numbers[:, :, :end].clone() for numbers in layer.in_order_of_class()), number)
     with stock_attention(runtime) as model:
         for position in range(end, prefilled.layout.num_tokens):
             output = model(
