@@ -152,7 +152,7 @@ class Prefilling:
     def _fused(self, fused: Fused) -> Prefilled:
         plan, recomputed, sources = fused.plan, fused.recomputed, self.kv_sources
         known, shares = plan.known, sources.shares_prefixes(plan.method, plan.layout)
-        stats = stats_of(plan, self.clock, fused.logits, len(recomputed), fused.charged_tokens)
+        stats = stats_of(plan, self.clock, fused.logits, len(recomputed))
         # exact KV differs from plain prefill's if a codec coarser than the compute dtype stored it
         other = known.source != KVSource.CACHED if sources.primary.is_lossy else ~known.exact
         keeping = continuing = None
@@ -238,11 +238,8 @@ class Prefilling:
         return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
 
 
-def stats_of(
-    plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
-) -> FusionStats:
-    """Statistics of a plan that is carried out. ``charged``: chunk tokens that got fresh KV, as in
-    :class:`~cacheclip_rag.fusion.answer.Fused`."""
+def stats_of(plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0) -> FusionStats:
+    """Statistics of a plan that is carried out."""
     layout, known = plan.layout, plan.known
     chunk_tokens = plan.chunk_tokens
     hits = occurrences((*plan.reused, *plan.in_full))
@@ -266,7 +263,7 @@ def stats_of(
         reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
         queued_s=clock.queued_s,
-        charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
+        charged_ratio=recomputed / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=known.count(KVSource.CACHED),
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,

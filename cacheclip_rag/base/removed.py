@@ -91,6 +91,7 @@ _INSTEAD: dict[tuple[str, str], str] = {
     ("guards", "Certificate GateFigures RatioFigures TurnFigures check_writable"): "that of "
     f"cacheclip_lab.evaluation.certificate, {_INSTALL.format('lab')}",
     ("guards", "verdict_at"): "Verdicts.at",
+    ("selection", "FixedStarts Oracle Random"): f"that of cacheclip_lab.comparators, {_INSTALL.format('lab')}",
 }
 NAMES: dict[str, str] = {
     f"cacheclip_rag.{room}.{name}": f"cacheclip_rag.{room}.{name} is gone: use {instead}."

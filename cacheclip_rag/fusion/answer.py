@@ -56,8 +56,8 @@ class FusionStats:
     """Seconds from the call to the first new token that stays, everything included. With ``finish="revise"`` that is
     when the answer was verified: what a stream gives before may be withdrawn."""
     charged_ratio: float = 0.0
-    """Share of the chunk tokens that got fresh KV, a method's cost: 1.0 for plain prefill, more if a reusing pass was
-    not sure enough before it, or a method prefills in full to choose tokens."""
+    """Share of the chunk tokens that got fresh KV: 1.0 for plain prefill, more if a reusing pass was not sure enough
+    before it."""
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     continued_tokens: int = 0
@@ -240,8 +240,6 @@ class Fused:
     """The plan that was carried out. ``reused`` no longer lists chunks whose stored KV was missing or damaged."""
     recomputed: Sequence[int]
     """Positions of tokens of reused chunks that were computed again."""
-    charged_tokens: int
-    """Chunk tokens that got fresh KV, those of a full prefill by which some were chosen included."""
     first_computed: int | None
     """Position of the first token that was computed; None if other prompts must not reuse this KV."""
     stale: np.ndarray[Any, Any] | None = None

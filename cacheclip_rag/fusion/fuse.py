@@ -131,16 +131,9 @@ class _FusedPass:
         """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
         None if the cache has that of all layers."""
         clock, runtime, layout, method = self.clock, self.runtime, plan.layout, plan.method
-        charged = 0
-
-        def full_prefill() -> FusedCache:
-            nonlocal charged
-            charged += plan.chunk_tokens
-            return runtime.prefill(layout.ids, layout.num_tokens)[0]
-
         with clock.phase("select"):
             prompt = view_of(plan, self.kv_sources, clock, [*scores])
-            view = CacheView(**vars(prompt), runtime=runtime, cache=cache, full_prefill=full_prefill)
+            view = CacheView(**vars(prompt), runtime=runtime, cache=cache)
             masks = method.select(view, [*scores.values()])
             rows = choose_rows(plan.known, zip(scores, masks, strict=True))
         with clock.phase("recompute"):
@@ -149,8 +142,7 @@ class _FusedPass:
             assert logits is not None
             wait_for(logits.device)
         cache.tables = ()  # decoding goes on beyond the prompt
-        charged += int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
-        return fused_of(cache, logits, plan, rows, charged)
+        return fused_of(cache, logits, plan, rows)
 
     def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -195,19 +187,12 @@ def view_of(
     )
 
 
-def fused_of(
-    state: State,
-    logits: torch.Tensor,
-    plan: Plan,
-    rows: torch.Tensor,
-    charged_tokens: int | None = None,
-) -> Fused:
-    """A prompt's KV after ``rows`` were computed. ``charged_tokens``: default those of the reused chunks among them."""
+def fused_of(state: State, logits: torch.Tensor, plan: Plan, rows: torch.Tensor) -> Fused:
+    """A prompt's KV after ``rows`` were computed."""
     computed, stale = rows.numpy(), plan.known.stale.copy()
     stale[computed] = False
     chosen: list[int] = computed[plan.known.chunk[computed]].tolist()
-    charged_tokens = len(chosen) if charged_tokens is None else charged_tokens
-    return Fused(state, logits, plan, chosen, charged_tokens, int(computed[0]), stale)
+    return Fused(state, logits, plan, chosen, int(computed[0]), stale)
 
 
 # -- for another process, or an engine that shows no KV ----------------------------------------------------------------
@@ -260,7 +245,7 @@ def choose_ahead(
         spans = [span for span in plan.reused if not plan.known.is_exact(span)]
         view = view_of(plan, kv_sources, clock, spans, when_read)
         early = method.score(view)
-        assembled = CacheView(**vars(view), runtime=unread, cache=unread, full_prefill=lambda: unread.prefill)
+        assembled = CacheView(**vars(view), runtime=unread, cache=unread)
         masks = method.select(assembled, early)
     return dict(zip(spans, masks, strict=True))
 

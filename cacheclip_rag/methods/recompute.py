@@ -53,7 +53,7 @@ class Recompute(Method):
         if not isinstance(self.scorer, Scorer):
             raise ConfigurationError(f"scorer must be a Scorer such as ChunkStart(), got {self.scorer!r}.")
         if not isinstance(self.budget, TokenBudget):
-            raise ConfigurationError(f"budget must be a Budget or FixedStarts, got {self.budget!r}.")
+            raise ConfigurationError(f"budget must be a TokenBudget such as Budget(), got {self.budget!r}.")
         check_share("correction", self.correction, "the mean change")
 
     @property

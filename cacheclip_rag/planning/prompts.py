@@ -33,7 +33,7 @@ class PlannedPrompt:
     @classmethod
     def fused(cls, plan: Plan, fusion: FusionPlan, clock: PhaseClock) -> PlannedPrompt:
         computed = _computed_of_chunks(plan, fusion)
-        return cls(plan.layout.token_ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
+        return cls(plan.layout.token_ids, plan, stats_of(plan, clock, None, computed), fusion)
 
     @classmethod
     def plain(cls, plan: Plan, reason: str | None, clock: PhaseClock) -> PlannedPrompt:

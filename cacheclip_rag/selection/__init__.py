@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .budget import (
         AlignedWindows as AlignedWindows,
         Budget as Budget,
-        FixedStarts as FixedStarts,
+        TokenBudget as TokenBudget,
         Tokens as Tokens,
         Windows as Windows,
     )
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
         AuxiliaryAttention as AuxiliaryAttention,
         CacheScorer as CacheScorer,
         ChunkStart as ChunkStart,
-        Oracle as Oracle,
         PromptScorer as PromptScorer,
         QueryAttention as QueryAttention,
-        Random as Random,
         RankMix as RankMix,
+        attention_to_tokens as attention_to_tokens,
+        pick_layers as pick_layers,
     )
-    from .views import CacheView as CacheView, PromptView as PromptView
+    from .views import CacheView as CacheView, PromptView as PromptView, split_by_span as split_by_span
 
 
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "budget": "AlignedWindows Budget FixedStarts Tokens Windows",
+        "budget": "AlignedWindows Budget TokenBudget Tokens Windows",
         "heads": "HeadSet head_set_path load_named",
-        "scorers": "AuxiliaryAttention CacheScorer ChunkStart Oracle PromptScorer QueryAttention Random RankMix",
-        "views": "CacheView PromptView",
+        "scorers": (
+            "AuxiliaryAttention CacheScorer ChunkStart PromptScorer QueryAttention RankMix attention_to_tokens "
+            "pick_layers"
+        ),
+        "views": "CacheView PromptView split_by_span",
     },
 )

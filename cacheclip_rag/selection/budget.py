@@ -191,7 +191,7 @@ def _best(scores: torch.Tensor, rank: torch.Tensor | None, count: int, first: to
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget(ABC):
-    """Base of the two kinds of budget: a share of the chunk tokens, or fixed numbers of tokens per chunk."""
+    """Base of budgets."""
 
     @abstractmethod
     def is_open(self, view: PromptView) -> bool:
@@ -258,20 +258,3 @@ class Budget(TokenBudget):
             places = [np.arange(n) < num_first * begins for n, begins in zip(lengths, starts, strict=True)]
             first = list(torch.from_numpy(np.concatenate(places)).split(lengths))
         return self.grouping.take(scores, min(count, most), first=first, among=among)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedStarts(TokenBudget):
-    """A fixed number of first tokens of every chunk, independent of scores: EPIC as published (``k_init``). There is no
-    ratio."""
-
-    first: int = 16
-
-    def __post_init__(self) -> None:
-        check_whole_number("first", self.first, of="tokens")
-
-    def is_open(self, view: PromptView) -> bool:
-        return False
-
-    def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [(torch.arange(len(span.tokens)) < self.first) & (not span.continues) for span in view.spans]

@@ -53,8 +53,6 @@ class CacheView(PromptView):
     runtime: ModelRuntime
     """The primary model."""
     cache: FusedCache
-    full_prefill: Callable[[], FusedCache]
-    """Computes the prompt's KV by plain prefill, for upper bounds. The cost is charged to the method."""
 
 
 def per_span(spans: Sequence[Span], value: float) -> list[torch.Tensor]:

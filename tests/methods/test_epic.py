@@ -10,7 +10,6 @@ from cacheclip_testing.methods import Observed
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.selection.budget import FixedStarts
 from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import few, made, plain, same, spied
 
@@ -31,7 +30,7 @@ class TestFixedNumbers:
             made("epic-paper").at(0.3)
         for wrong in ({"first": -1}, {"first": True}):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-                FixedStarts(**wrong)  # type: ignore[arg-type]
+                made("epic-paper", budget=wrong)
 
 
 class TestEpic:

@@ -38,15 +38,9 @@ class TestWindowsThatAreDropped(MethodConformance):
 
 
 class TestOracle(MethodConformance):
-    charges_the_budget = False
-
     @pytest.fixture
     def method(self) -> Method:
         return made("oracle")
-
-    def test_it_is_charged_its_full_prefill(self, prompt_case: Any, method: Method) -> None:
-        stats = prompt_case.prefill(method.at(0.3)).stats
-        assert stats.charged_ratio == pytest.approx(1.0 + stats.effective_ratio)
 
 
 class TestEveryArchitecture:

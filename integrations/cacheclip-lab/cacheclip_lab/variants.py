@@ -27,7 +27,8 @@ from typing import Any
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, Method, Recompute, preset, vary
-from cacheclip_rag.selection import Random
+
+from .comparators import Random
 
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""

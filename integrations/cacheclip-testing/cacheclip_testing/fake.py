@@ -191,7 +191,7 @@ class FakeRuntime(Runtime):
         recomputed = [slot for span in reused for slot in range(span.start, span.stop)][
             : min(plan.budget_tokens, stale)
         ]
-        return Fused(state, logits, plan, recomputed, len(recomputed), None)
+        return Fused(state, logits, plan, recomputed, None)
 
     def _is_whole(self, span: Span, kv_sources: KVSources) -> bool:
         """Whether the chunk's stored KV can be read.

@@ -95,8 +95,6 @@ class MethodConformance(ABC):
 
     fills_budget: ClassVar[bool] = True
     """Whether the budget is spent exactly; False if it is only a limit."""
-    charges_the_budget: ClassVar[bool] = True
-    """Whether the choice costs nothing; False if a whole prefill is charged for it."""
 
     @pytest.fixture
     @abstractmethod
@@ -142,8 +140,7 @@ class MethodConformance(ABC):
         stats = prompt_case.prefill(method.at(ratio)).stats
         budget = round(ratio * stats.chunk_tokens)
         assert stats.recomputed_tokens == budget if self.fills_budget else stats.recomputed_tokens <= budget
-        if self.charges_the_budget:
-            assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
+        assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
 
     def test_a_later_token_never_changes_an_earlier_row(self, prompt_case: PromptCase, method: Method) -> None:
         """With another question and the same selection, the KV of all tokens before the question is bit-identical."""

@@ -11,8 +11,9 @@ import torch
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import auxiliary_caches
 from cacheclip_rag.methods import Method
-from cacheclip_rag.selection import CacheView, Oracle
+from cacheclip_rag.selection import CacheView
 
+from ..comparators import Oracle
 from ..evaluation.questions import ask
 from ..evaluation.records import Record, RecordChunk
 from .families import Sample

@@ -535,7 +535,9 @@ class TestCommand:
         out = tmp_path / "out"
         models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
         file = tmp_path / "variants.toml"
-        file.write_text("[four]\npreset = 'epic'\nbudget = {type = 'FixedStarts', first = 4}\n")
+        file.write_text(
+            "[four]\npreset = 'epic'\nbudget.first = 4\nbudget.type = 'cacheclip_lab.comparators.FixedStarts'\n"
+        )
         methods = ("--methods", "direct,four", "--variants", file)
         result = self.run("--dataset", dataset, *models, *methods, "--out", out, "--json")
         assert result.exit_code == 0, result.output

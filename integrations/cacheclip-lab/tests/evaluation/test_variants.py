@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.comparators import FixedStarts
 from cacheclip_lab.variants import read_variants
 from typer.testing import CliRunner
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.methods import preset
-from cacheclip_rag.selection import AlignedWindows, AuxiliaryAttention, Budget, FixedStarts, QueryAttention
+from cacheclip_rag.selection import AlignedWindows, AuxiliaryAttention, Budget, QueryAttention
 
 FILE = """
 [bare]
@@ -31,7 +32,7 @@ scorer = {type = "QueryAttention", layers = "upper"}
 
 [four]
 preset = "epic"
-budget = {type = "FixedStarts", first = 4}
+budget = {type = "cacheclip_lab.comparators.FixedStarts", first = 4}
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.comparators import FixedStarts
 from cacheclip_lab.timing.controller import (
     Controller,
     Cost,
@@ -27,7 +28,7 @@ from cacheclip_rag import CacheClipEngine, ConfigurationError, FusionStats, Plan
 from cacheclip_rag.measuring import PHASES, known_kv
 from cacheclip_rag.methods import Recompute
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.selection import ChunkStart, FixedStarts
+from cacheclip_rag.selection import ChunkStart
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, disk
 
 IDENTITY = {"primary": "a", "threads": 2}
