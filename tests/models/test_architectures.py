@@ -60,7 +60,6 @@ FAMILIES = {
     **dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), "recurrent"),
     **dict.fromkeys(("recurrent_gemma", "olmo_hybrid", "glm5_next", "bailing_hybrid"), "recurrent"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "an indexer chooses"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), "multi-head latent attention"),
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
     **dict.fromkeys(("llama4", "llama4_text"), "chunked attention"),
 }

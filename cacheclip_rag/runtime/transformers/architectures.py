@@ -84,7 +84,9 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
         state = any(getattr(text, field, None) for field in _STATE_SIZES)
         if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE, *_SPARSE} or state:
             _refuse(
-                name, f"({model_type!r}) has recurrent layers, whose state after a chunk depends on all text before"
+                name,
+                f"({model_type!r}) has recurrent layers: what a chunk does to their state, an affine map, is not "
+                "stored and composed here yet",
             )
         if kinds & {*_SPARSE}:
             _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
