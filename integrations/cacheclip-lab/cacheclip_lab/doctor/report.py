@@ -14,6 +14,8 @@ from .reuse import CHARS_PER_TOKEN, Cause, PromptReuse, causes, prefix_share, wi
 
 _ENOUGH = 0.9
 """Share of what this package would serve from which on a prefix cache is enough."""
+_AS_GOOD = 0.98
+"""Share of what the prompts gain without a line from which on its one word is enough."""
 _WORTH = 0.1
 """Least share that this package must add to be named."""
 _RECOMPUTED = 0.2
@@ -59,8 +61,10 @@ class Report:
     sessions: dict[str, Diagnosis]
     causes: list[Cause]
     without: float | None
-    """Share that an exact prefix cache would serve without the lines of the costliest cause; None without such lines.
-    """
+    """Share that an exact prefix cache would serve without the words or lines of the costliest cause; None without such
+    lines."""
+    without_word: bool
+    """Whether the word alone is meant, not its line."""
     tokens_per_second: float | None
     unreadable: int
 
@@ -76,10 +80,15 @@ class Report:
         sessions = {name: [each for each in reuses if each.session == name] for name in {r.session for r in reuses}}
         kinds = causes(reuses)
         line = kinds[0].beginning.strip() if kinds else ""
-        without = prefix_share(without_lines(prompts, kinds[0].beginning)) if line else None
+        without, without_word = None, False
+        if line:
+            of_word, of_line = (
+                prefix_share(without_lines(prompts, kinds[0].beginning, word_only=each)) for each in (True, False)
+            )
+            without, without_word = max(of_word, of_line), of_word >= _AS_GOOD * of_line
         whole = Diagnosis.of(reuses)
         of_sessions = {name: Diagnosis.of(each) for name, each in sorted(sessions.items())}
-        return cls(whole, of_sessions, kinds, without, tokens_per_second, unreadable)
+        return cls(whole, of_sessions, kinds, without, without_word, tokens_per_second, unreadable)
 
     def seconds(self, share: float) -> float | None:
         """Of prefill for a share of all tokens; None if the speed is not known."""
@@ -97,12 +106,13 @@ class Report:
             )
         would = f"This package would serve {self.whole.served:.1%}{self._saved(added)}."
         if self.without is not None and self.without >= _ENOUGH * self.whole.served:
+            what = "word behind" if self.without_word else "line that begins with"
             return (
-                f"You do not need us: take the line that begins with {self.causes[0].beginning.strip()[:_SHOWN]!r} out "
-                f"of your prompts, or put it last. An exact prefix cache then serves {self.without:.1%}, not "
+                f"You do not need us: take the {what} {self.causes[0].beginning.strip()[-_SHOWN:]!r} out of your "
+                f"prompts, or put it last. An exact prefix cache then serves {self.without:.1%}, not "
                 f"{shares['prefix']:.1%}. If you cannot: t{would[1:]}"
             )
-        more = "" if self.without is None else f" Without its costliest line, it would serve {self.without:.1%}."
+        more = "" if self.without is None else f" Without what breaks it most, it would serve {self.without:.1%}."
         return f"An exact prefix cache serves {shares['prefix']:.1%}.{more} {would}"
 
     def _saved(self, share: float) -> str:

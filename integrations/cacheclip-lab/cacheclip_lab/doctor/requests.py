@@ -72,7 +72,9 @@ Part = tuple[str, str]
 def recorded(session: str, parts: Sequence[Part]) -> RecordedPrompt:
     starts = accumulate((len(text) for _, text in parts), initial=0)
     places = tuple((start, name) for start, (name, _) in zip(starts, parts, strict=False))
-    return RecordedPrompt(session, "".join(text for _, text in parts), places)
+    text = "".join(text for _, text in parts)
+    # JSON may have halves of characters, which no file and no terminal takes
+    return RecordedPrompt(session, text.encode(errors="replace").decode(), places)
 
 
 def bodies(line: str) -> list[list[Part]]:

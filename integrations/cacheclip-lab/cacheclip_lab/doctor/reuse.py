@@ -124,7 +124,7 @@ class _Seen:
         self._prefixes = _Prefixes()
         self._texts: dict[int, tuple[RecordedPrompt, Chars, _Samples]] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        """By the hash of a window: the latest prompt that has it, and where."""
+        """By the hash of a window: the latest prompt that has it, and where first."""
         self._order = deque[int]()
         self._count = 0
 
@@ -134,26 +134,35 @@ class _Seen:
         prefix, owner = self._prefixes.known(prompt.text)
         if owner not in self._texts and self._order and not prefix:
             owner = self._order[-1]  # they may part within the first block
-        if owner is not None and owner in self._texts:
+        if owner not in self._texts:
+            owner = None
+        if owner is not None:
             prefix = _num_equal(chars, self._texts[owner][1])
         moved = recurring = 0
-        for length, begun in self._runs(chars, samples, prefix):
+        for length, begun in self._runs(chars, samples, prefix, owner):
             moved, recurring = moved + length - begun, recurring + begun
         broken = None
-        if moved + recurring and owner in self._texts and prefix < len(self._texts[owner][1]):
+        if moved + recurring and owner is not None and prefix < len(self._texts[owner][1]):
             broken = _break(prompt, self._texts[owner][0], prefix, moved + recurring)
         self._add(prompt, chars, samples)
         return PromptReuse(prompt.session, len(prompt.text), prefix, moved, recurring, broken)
 
-    def _runs(self, chars: Chars, samples: _Samples, begin: int) -> Iterator[tuple[int, int]]:
+    def _runs(self, chars: Chars, samples: _Samples, begin: int, owner: int | None) -> Iterator[tuple[int, int]]:
         """Stretches of equal characters behind ``begin``, in order: how long each is, and how many of its first
-        characters have too little of their past."""
-        stop = begin
+        characters have too little of their past. ``owner``: the prompt that begins alike."""
+        stop, latest = begin, owner
+        moved_by = 0
         for place, value in samples.pairs():
-            if place < stop or (there := self._places.get(value)) is None or there[0] not in self._texts:
+            if place < stop:
                 continue
-            _, other, of_other = self._texts[there[0]]
-            source = there[1]
+            source = place + moved_by
+            if latest is None or not _is_at(self._texts[latest][1], source, chars[place : place + _WINDOW]):
+                latest, source = self._places.get(value, (None, 0))
+                if latest not in self._texts:
+                    latest = None
+                    continue
+            _, other, of_other = self._texts[latest]
+            moved_by = source - place  # where a text repeats itself, what follows is looked for there first
             ahead = _num_equal(chars[place:], other[source:])
             behind = _num_equal(chars[stop:place][::-1], other[:source][::-1])
             if ahead + behind < _LEAST_RUN:
@@ -169,7 +178,8 @@ class _Seen:
         number, self._count = self._count, self._count + 1
         self._prefixes.add(prompt.text, number)
         self._texts[number] = prompt, chars, samples
-        self._places.update((value, (number, place)) for place, value in samples.pairs())
+        pairs = [*samples.pairs()]
+        self._places.update((value, (number, place)) for place, value in reversed(pairs))
         self._order.append(number)
         if len(self._order) > _REMEMBERED:
             del self._texts[self._order.popleft()]
@@ -212,6 +222,10 @@ def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return powers, inverses
 
 
+def _is_at(chars: Chars, place: int, window: Chars) -> bool:
+    return place >= 0 and np.array_equal(chars[place : place + len(window)], window)
+
+
 def _num_equal(left: Chars, right: Chars) -> int:
     """Leading characters that are equal."""
     done, size = 0, 256
@@ -238,11 +252,14 @@ def _break(prompt: RecordedPrompt, earlier: RecordedPrompt, place: int, lost: in
     return Break(prompt.part_at(place), place, prompt.text[line:place], was, now, lost)
 
 
-def without_lines(prompts: Iterable[RecordedPrompt], beginning: str) -> Iterator[RecordedPrompt]:
-    """The prompts without lines that begin alike."""
+def without_lines(
+    prompts: Iterable[RecordedPrompt], beginning: str, *, word_only: bool = False
+) -> Iterator[RecordedPrompt]:
+    """The prompts without lines that begin alike, or only without the word behind that beginning."""
+    rest = r"\S*" if word_only else r".*\n?"
+    line = re.compile(f"^({re.escape(beginning)}){rest}", re.MULTILINE)
     for prompt in prompts:
-        lines = (line for line in prompt.text.splitlines(keepends=True) if not line.startswith(beginning))
-        yield RecordedPrompt(prompt.session, "".join(lines), ())
+        yield RecordedPrompt(prompt.session, line.sub(r"\1" if word_only else "", prompt.text), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ class TestReading:
         with pytest.raises(ConfigurationError, match="cannot read"):
             list(RequestLog([tmp_path / "none.log"]).prompts())
 
+    def test_half_a_character(self, tmp_path: Path) -> None:
+        (tmp_path / "log.jsonl").write_text('{"prompt": "half \\ud83d here"}\n')
+        [found] = RequestLog([tmp_path / "log.jsonl"]).prompts()
+        assert found.text == "half ? here"
+
     def test_files_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         for folder in ("a", "b"):
             (tmp_path / folder).mkdir()
@@ -93,6 +98,11 @@ class TestReuse:
         _, now = reuses(*(f"Rules.\nBuild {number}\n{text(0)}" for number in ("a1f3", "b27c4")))
         assert now.prefix < 20 and now.moved >= 0.8 * len(text(0)) and now.new < 20
         assert now.broken is not None and (now.broken.before, now.broken.was) == ("Build ", "a1f3")
+
+    def test_a_text_that_repeats_itself_is_moved_as_it_was(self) -> None:
+        song = "We sail to the north and come back with fish. " * 60
+        _, now = reuses(f"It is 14:01. {song}", f"It is now 15:12. {song}")
+        assert now.moved > 0.95 * now.total
 
     def test_other_company_is_no_move(self) -> None:
         parts = [text(seed, 60) for seed in range(6)]
@@ -154,10 +164,14 @@ CHECKED = [f"Rules.\nBuild {number * 7919 % 1000:03x}\n{text(0)}" for number in 
 class TestVerdicts:
     def test_a_line_to_take_out(self) -> None:
         found = report(*CHECKED, tokens_per_second=100.0)
-        assert "You do not need us: take the line that begins with 'Build'" in found.verdict()
+        assert "You do not need us: take the word behind 'Build' out" in found.verdict()
         assert found.without is not None and found.without > 0.85 > 0.1 > found.whole.shares["prefix"]
         assert "s of prefill less a request" in found.verdict()
         assert "seconds" not in report(*CHECKED).verdict() and report(*CHECKED).seconds(1.0) is None
+
+    def test_a_line_of_which_more_than_a_word_changes(self) -> None:
+        lines = [f"Rules.\nBuild {n * 7919 % 1000:03x} at {n * 613} of {n * 389}\n{text(0)}" for n in range(12)]
+        assert "take the line that begins with 'Build' out" in report(*lines).verdict()
 
     def test_a_prefix_cache_is_enough(self) -> None:
         assert "You do not need us: an exact prefix cache" in report(*[text(0)] * 20).verdict()
