@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,8 +21,14 @@ from pathlib import Path
 import transformers
 from cacheclip_testing import build_class, class_names
 
-from cacheclip_rag import CacheClipError
+from cacheclip_rag import CacheClipError, UnsupportedModelError
 from cacheclip_rag.models import load_model, unload_models
+
+_LEFT_OUT = re.compile(
+    r"^.*?model '[^']*' (\('[^']+'\) )?(cannot be reused exactly: )?"
+    r"|^\w+ of transformers |(?<=has its )\d+ | by [\d.e+-]+"
+)
+"""Of a message: what is before the reason, and numbers."""
 
 
 def verdict(name: str, folder: Path) -> tuple[str, str]:
@@ -32,8 +39,10 @@ def verdict(name: str, folder: Path) -> tuple[str, str]:
         return "unbuilt", f"{type(error).__name__}: {error}".splitlines()[0]
     try:
         load_model(folder)
-    except CacheClipError as error:
-        return "refused", str(error).replace(str(folder), name)
+    except UnsupportedModelError as error:
+        return "refused", _LEFT_OUT.sub("", str(error).partition(". ")[0])
+    except CacheClipError as error:  # a pass of the whole model failed
+        return "unbuilt", str(error).partition(". ")[0]
     finally:
         unload_models()
     return "exact", ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_testing import verdicts
 
 from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
 
@@ -57,12 +58,25 @@ def packaged_models_table() -> str:
     return _table(("name", "model", "download", "context, tokens", "licence"), rows)
 
 
+def classes_table() -> str:
+    """What ``benchmarks/prove_models.py`` found out about each class of transformers."""
+    kinds: dict[str, list[str]] = {"exact": verdicts()["exact"]}
+    for name, reason in verdicts()["refused"].items():
+        kinds.setdefault(f"refused: {reason}", []).append(name)
+    rows = [(kind, len(names), ", ".join(f"`{name}`" for name in names)) for kind, names in kinds.items()]
+    return _table(("verdict", "classes", "`model_type`"), rows[:1] + sorted(rows[1:], key=lambda row: -row[1]))
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"methods": methods_table, "packaged-models": packaged_models_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "methods": methods_table,
+    "packaged-models": packaged_models_table,
+    "classes": classes_table,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.variants import AGAIN, REORDERED, read_variants
+from cacheclip_testing import verdicts
 from typer.main import get_command
 
 from cacheclip_rag.cli import app
@@ -300,7 +301,11 @@ class TestPages:
         rows = {row.split("|")[1].strip(): row for row in tables.methods_table().splitlines()}
         assert "an auxiliary model" in rows["`cacheclip`"] and "at ratio 1.0" in rows["`cacheclip`"]
         assert "always" in rows["`full`"] and "never" in rows["`direct`"]
-        assert "`packaged:smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
+        models = tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
+        assert "`packaged:smollm2-135m`" in models
+        proven, *refused = tables.classes_table().splitlines()[2:]
+        assert proven in models and "`llama`, " in proven and f"| {len(verdicts()['exact'])} |" in proven
+        assert any("recurrent layers" in row and "`jamba`" in row for row in refused)
 
     def test_nothing_is_left_to_fill_in(self) -> None:
         for name, text in WRITTEN.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_testing import make_tokenizer, tiny_of_class, verdicts
+from cacheclip_testing import build_class, make_tokenizer, tiny_of_class, verdicts
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag.base.errors import UnsupportedModelError
@@ -19,6 +20,8 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import attention, proof, twin
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from tests.conftest import some_of
+from tests.models.test_proof import skip_unless_known
 
 
 @pytest.fixture
@@ -125,6 +128,19 @@ def test_a_mistake_is_refused_in_16_bits(
         proof.prove(ModelRuntime(model, tokenizer, name="tiny", fingerprint="none"))
 
 
+@some_of(7, name=verdicts()["exact"], dtype=["float32"])
+def test_a_class_of_the_documentation_is_exact(name: str, dtype: str, home: Path, tmp_path: Path) -> None:
+    skip_unless_known(name)
+    assert load_model(build_class(tmp_path, name), dtype=dtype).encode([5, 6, 7]).shape[3] == 3
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "gpt2", "stablelm"])
+def test_one_that_it_names_as_refused_is_none(name: str, home: Path, tmp_path: Path) -> None:
+    skip_unless_known(name)
+    with pytest.raises(UnsupportedModelError, match=re.escape(verdicts()["refused"][name])):
+        load_model(build_class(tmp_path, name))
+
+
 def test_without_a_tiny_model_the_weights_are_compared_in_all_ways(
     home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,8 +158,7 @@ def test_without_a_tiny_model_the_weights_are_compared_in_all_ways(
 class TestConfigs:
     @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "qwen3"])
     def test_keep_each_kind_of_layer(self, name: str) -> None:
-        if name not in CONFIG_MAPPING:
-            pytest.skip(f"this transformers has no {name}")
+        skip_unless_known(name)
         config = CONFIG_MAPPING[name]()
         small = twin.shrunk_config(config)
         kinds, few = (getattr(each, "layer_types", None) or [] for each in (config, small))

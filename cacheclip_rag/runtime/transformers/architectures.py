@@ -52,8 +52,8 @@ _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", 
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 _STATE_SIZES = ("mamba_d_state",)
 """Config fields of recurrent layers, which the oldest supported transformers does not list as layer types."""
-_SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-"""Layer types of DeepSeek-V3.2 and later, and of models built like them."""
+_SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
+"""Layer types of DeepSeek-V3.2 and later, MiniMax-M3, and models built like them."""
 _WITHOUT_STATE = ("full_attention", "sliding_attention", "chunked_attention", "attention", "conv", "moe", "mlp")
 _WORKS = (
     "Choose another model, such as Llama, Qwen3 or Gemma 3, or run this one with transformers itself, without reuse."

@@ -27,12 +27,15 @@ _VISION: dict[str, Any] = {
     **{"sscp_conv_channel_size": [8, 8], "conf_positional_bias_size": 256},
 }
 """Sizes of what reads images or sound, which is dropped."""
+_SECTIONS = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "paddleocr_vl_text")
+"""Text models whose tokens have three positions: their default config has no sections for them."""
 _MISSING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nemotron"), {"head_dim": 16}
     ),
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
 }
 """Numbers that a class wants and its default config lacks."""
 
@@ -93,6 +96,8 @@ def _tiny(config: Any, settings: dict[str, Any]) -> Any:
     config.max_position_embeddings = _CONTEXT
     for key, value in _MISSING.get(config.model_type, {}).items():
         setattr(config, key, value)
+    if config.model_type in _SECTIONS:
+        config.rope_parameters = {**config.rope_parameters, "mrope_section": []}
     fields = {**shrunk_config(config).to_dict(), **settings, "eos_token_id": 2, "pad_token_id": 0}
     return type(config).from_dict(fields)
 
