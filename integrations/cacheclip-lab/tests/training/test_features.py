@@ -11,7 +11,7 @@ from cacheclip_lab.training.features import look
 from cacheclip_lab.training.finetune import finetune
 from training.planted import PLANTED, build_planted
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag import CacheClipEngine, EngineConfig, ModelError
 from cacheclip_rag.selection import HeadSet
 from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, score_chunks
 
@@ -74,3 +74,9 @@ class TestLook:
                 for index, (a, b) in enumerate(tokens.offsets):
                     assert bool(seen.evidence[start + index]) == bool(wanted & set(range(a, b)))
                 start += len(tokens)
+
+    def test_layers_that_do_not_attend(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        caches = CacheClipEngine(config).parts.models.auxiliary_caches
+        monkeypatch.setattr(caches.runtime, "without_attention", frozenset({0}))
+        with pytest.raises(ModelError, match="has layers without attention"):
+            look(caches, synthetic_samples(1, chunk_words=20)[0])
