@@ -115,6 +115,11 @@ class TestChat:
             ([{"role": "user", "content": None}], "NoneType"),
             ([{"role": "user", "content": ["parts"]}], "list"),
             ([{"role": 3, "content": "x"}], "int"),
+            (
+                [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}],
+                "of type 'image_url'",
+            ),
+            ([{"role": "user", "content": {"type": "input_audio"}}], "no images or sound here"),
             ([{"role": "", "content": "x"}], "must be a word"),
             ([{"role": "user name", "content": "x"}], "'user name'"),
             ([{"role": "user\n", "content": "x"}], "must be a word"),
