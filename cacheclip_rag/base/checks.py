@@ -218,3 +218,13 @@ def check_namespace(namespace: object) -> None:
         ) from error
     if length > 255:
         raise ConfigurationError(f"namespace must have at most 255 bytes, got {length}. Use a digest of a longer name.")
+
+
+def check_parts(content: Any) -> None:
+    """Raise ConfigurationError if the content of a message, or a part of it, is an image or sound."""
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
+            raise ConfigurationError(
+                f"a message must have text, got one with a part of type {str(kind)[:80]!r}. Models read no images or "
+                "sound here: write as text what matters in it, or leave it out."
+            )

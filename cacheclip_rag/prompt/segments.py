@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain, product
 from typing import Any, ClassVar
 
+from ..base.checks import check_parts
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime
@@ -243,19 +244,9 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What a role may be: the chat template writes it as control text, so it must not hold names of control tokens."""
 
 
-def _refuse_images(content: Any) -> None:
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
-            raise ConfigurationError(
-                f"a message must have text, got one with a part of type {str(kind)[:80]!r}. Models read no images or "
-                "sound here: write as text what matters in it, or leave it out."
-            )
-
-
 def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a list, with role and content, and what belongs to calls of tools: the chat template can write
-    other fields as control text. Raises ConfigurationError: a message lacks a role or a content string, its role is
-    more than a word, a call is malformed, or another field holds something."""
+    """The messages as a list, with role, content and calls of tools: the chat template can write other fields as
+    control text. Raises ConfigurationError: a message has no role of one word, no text, or another field."""
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     checked: list[Message] = []
@@ -266,7 +257,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
         content = message.get("content")
         if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
             content = ""
-        _refuse_images(content)
+        check_parts(content)
         if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise ConfigurationError(
                 "each message must be a dict with string 'role' and 'content', got "
