@@ -228,6 +228,15 @@ class TestRefused:
             with pytest.raises(ModelError, match="'bitsandbytes', for which accelerate and bitsandbytes must be"):
                 scheme_of(LlamaConfig(quantization_config=settings), "m")
 
+    @pytest.mark.parametrize("pattern", ["(a|a)*b", "(.+)+x", ".*" * 5, "re:(x{1,9}){1,9}"])
+    def test_patterns_that_take_long(self, pattern: str) -> None:
+        """Transformers compares them with the name of every module."""
+        for settings in ({"modules_to_not_convert": [pattern]}, {"config_groups": {"a": {"targets": [pattern]}}}):
+            with pytest.raises(ModelError, match="expected names of modules, or short patterns of them"):
+                scheme_of(LlamaConfig(quantization_config={**FP8, **settings}), "m")
+        published = ["re:.*lm_head", "model.layers.*.mlp.router", r"re:model\.layers\.\d+\.self_attn.(q|k|v)_proj$"]
+        assert scheme_of(LlamaConfig(quantization_config={**FP8, "ignore": published}), "m") == SCHEMES["fp8"]
+
     def test_where_the_text_part_says_so(self, tmp_path: Path) -> None:
         """Transformers reads it there, too."""
         config = Qwen3Config(quantization_config={"quant_method": "spqr"})

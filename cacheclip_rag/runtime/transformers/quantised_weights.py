@@ -8,6 +8,8 @@ that transformers can make dense are loaded dense. Of others, every part is trie
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
@@ -18,6 +20,8 @@ from torch import nn
 from ...base.errors import ModelError, UnsupportedModelError
 
 _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST_REPEATS = 4
+"""In a pattern that names modules, none of them of a group: to compare others may take hours."""
 _NUM_ROWS = 16
 _OUTLIER = 100.0
 """Times the largest number of the row that is looked at."""
@@ -53,7 +57,8 @@ dense."""
 
 def scheme_of(config: Any, name: str) -> Scheme | None:
     """How weights of a model with this transformers ``config`` are loaded; None: they are dense. Raises
-    UnsupportedModelError: by none of :data:`SCHEMES`; ModelError: a package is missing."""
+    UnsupportedModelError: by none of :data:`SCHEMES`; ModelError: a package is missing, or names of modules are
+    patterns that take long to compare."""
     settings = _settings(config)
     if settings is None:
         return None
@@ -65,6 +70,12 @@ def scheme_of(config: Any, name: str) -> Scheme | None:
             "others it is not known whether a token's result depends on the other tokens of a pass. Use a checkpoint "
             "in full precision, or serve this one with vLLM (cacheclip serve --backend vllm)."
         )
+    for text in _texts(settings):
+        if re.search(r"\)[*+?{]", text) or len(re.findall(r"[*+{]", text)) > _MOST_REPEATS:
+            raise ModelError(
+                f"expected names of modules, or short patterns of them, in the quantization_config of model {name!r}, "
+                f"got {text[:80]!r}. Fetch the model again."
+            )
     missing = [each.replace("_", "-") for each in SCHEMES[method].packages if importlib.util.find_spec(each) is None]
     if missing:
         raise ModelError(
@@ -108,6 +119,14 @@ def _settings(config: Any) -> dict[str, Any] | None:
     """What a config, or that of its text part, says of quantisation."""
     of_text = config.get_text_config(decoder=True)
     return getattr(config, "quantization_config", None) or getattr(of_text, "quantization_config", None) or None
+
+
+def _texts(settings: Any) -> Iterator[str]:
+    if isinstance(settings, str):
+        yield settings
+    elif isinstance(settings, dict | list | tuple):
+        for each in settings.values() if isinstance(settings, dict) else settings:
+            yield from _texts(each)
 
 
 def is_quantised(module: nn.Module) -> bool:
