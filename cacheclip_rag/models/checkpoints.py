@@ -245,7 +245,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     check_tensors(model, found, name)
     if scheme is not None:
         check_loaded(model, scheme, getattr(torch, dtype), name)
-    if is_multimodal(config):
+    if is_multimodal(config) or model.base_model is model:  # as Llama 4's, whose decoder is no base model
         model = TextPart(model, torch.tensor(tokenizer.encode(_PROBE, add_special_tokens=False)), name)
     if "device_map" not in options:
         model = model.to(device)

@@ -187,6 +187,8 @@ def reference_mask(config: Any, rows: torch.Tensor, num_tokens: int) -> Any:
     hidden = {"full_attention": distance < 0}
     if window := getattr(config, "sliding_window", None):
         hidden["sliding_attention"] = (distance < 0) | (distance >= window)
+    if span := getattr(config, "attention_chunk_size", None):
+        hidden["chunked_attention"] = (distance < 0) | (torch.arange(num_tokens) // span != rows[:, None] // span)
     lowest = torch.finfo(torch.float32).min
     masks = {k: torch.zeros(h.shape).masked_fill(h, lowest)[None, None] for k, h in hidden.items()}
     layer_types = getattr(config, "layer_types", None)

@@ -17,7 +17,13 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.runtime.transformers import attention, attention_pattern
 from cacheclip_rag.runtime.transformers.attention import block_attention
-from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, AttentionRule, Block, causal_pattern
+from cacheclip_rag.runtime.transformers.attention_pattern import (
+    AttentionPattern,
+    AttentionRule,
+    Block,
+    SideBySide,
+    causal_pattern,
+)
 from cacheclip_rag.runtime.transformers.rotary import rotate
 from tests.conftest import TINY_MODELS
 from tests.fusion.cases import (
@@ -268,6 +274,8 @@ class TestBlockAttention:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
         distance = visible[:, None] - torch.arange(k.shape[1])[None]
         hidden = (distance < 0) | (distance >= (rule.window or 10**9))
+        span = rule.span or 10**9
+        hidden |= torch.arange(k.shape[1])[None] // span < visible[:, None] // span
         weights = logits.masked_fill(hidden, float("-inf")).exp()
         sinks = torch.zeros(q.shape[0]) if rule.sinks is None else rule.sinks.double().exp()
         return (weights / (weights.sum(-1, keepdim=True) + sinks[:, None, None]) @ v).transpose(0, 1)[None]
@@ -282,10 +290,12 @@ class TestBlockAttention:
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**20), "seed"))
         query = torch.randn(1, kv_heads * groups, num_rows, head_dim, generator=generator) * 2
         key, value = torch.randn(2, 1, kv_heads, num_slots, head_dim, generator=generator)
+        value = value[..., : data.draw(st.sampled_from([head_dim, head_dim // 2]), "width of values")]
         rows = torch.randperm(num_slots, generator=generator)[:num_rows].sort().values
         rule = AttentionRule(
             scaling=head_dim**-0.5,
             window=data.draw(st.none() | st.integers(1, 450), "window"),
+            span=data.draw(st.none() | st.integers(1, 450), "span"),
             softcap=data.draw(st.sampled_from([None, 3.0]), "softcap"),
             sinks=torch.randn(kv_heads * groups, generator=generator) if data.draw(st.booleans(), "sinks") else None,
         )
@@ -375,15 +385,18 @@ class TestBlockAttention:
     @given(
         lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=4),
         window=st.sampled_from([None, 1, 5]),
+        span=st.sampled_from([None, 4]),
     )
-    def test_side_by_side_blocks_do_not_meet(self, lengths: list[tuple[int, int]], window: int | None) -> None:
+    def test_side_by_side_blocks_do_not_meet(
+        self, lengths: list[tuple[int, int]], window: int | None, span: int | None
+    ) -> None:
         """Stretches laid side by side give what each gives alone."""
         generator = torch.Generator().manual_seed(len(lengths))
         num_rows, num_slots = sum(r for _, r in lengths), sum(c + r for c, r in lengths)
         query = torch.randn(1, 4, num_rows, 8, generator=generator)
         key, value = torch.randn(2, 1, 2, num_slots, 8, generator=generator)
         blocks, alone, row, slot = [], [], 0, 0
-        rule = AttentionRule(0.35, window=window)
+        rule = AttentionRule(0.35, window=window, span=span)
         for context, rows in lengths:
             visible = torch.arange(context, context + rows)
             blocks.append(Block.of(slice(row, row + rows), slice(slot, slot + context + rows), visible))
@@ -392,6 +405,18 @@ class TestBlockAttention:
             row, slot = row + rows, slot + context + rows
         got = block_attention(query, key, value, blocks, rule)
         assert gap(got.double(), torch.cat(alone, 1)) < 1e-5
+
+    @pytest.mark.parametrize("softcap", [None, 3.0])
+    def test_chunks_begin_behind_the_padding_of_a_sequence(self, softcap: float | None) -> None:
+        query, (key, value) = torch.randn(1, 4, 6, 8), torch.randn(2, 1, 2, 18, 8)
+        rule, padding = AttentionRule(0.35, span=4, softcap=softcap), [0, 3]
+        block = SideBySide(slice(0, 6), slice(0, 18), torch.tensor(padding))
+        expected = []
+        for number, count in enumerate(padding):
+            own, rows = slice(9 * number + count, 9 * number + 9), slice(3 * number, 3 * number + 3)
+            visible = torch.arange(6, 9) - count
+            expected.append(self.dense(query[:, :, rows], key[:, :, own], value[:, :, own], visible, rule))
+        assert gap(block_attention(query, key, value, [block], rule).double(), torch.cat(expected, 1)) < 1e-5
 
 
 @pytest.mark.parametrize("primary", KINDS, indirect=True)

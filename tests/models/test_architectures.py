@@ -61,7 +61,6 @@ FAMILIES = {
     **dict.fromkeys(("recurrent_gemma", "olmo_hybrid", "glm5_next", "bailing_hybrid"), "recurrent"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "an indexer chooses"),
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
-    **dict.fromkeys(("llama4", "llama4_text"), "chunked attention"),
 }
 """Families of today, with their defaults, and a part of the reason."""
 

@@ -64,6 +64,11 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
     "glm4_moe": _ROUTED,
     "glm4_moe_lite": {**_ROUTED, **_LATENT},
     "gpt_neox": {},
+    "llama4_text": {
+        **{"num_hidden_layers": 4, "layer_types": ["chunked_attention", "full_attention"] * 2},
+        **{"attention_chunk_size": 24, "no_rope_layers": [1, 0, 1, 0], "moe_layers": [1, 2]},
+        **{"num_local_experts": 4, "intermediate_size_mlp": 96},
+    },
     "minicpm3": _LATENT,
     "mimo_v2_flash": {**_WINDOWS, **_ROUTED, "v_head_dim": 8, "hybrid_layer_pattern": [1, 0, 1, 0]},
     "ministral3": {},
@@ -72,8 +77,8 @@ LOOKED_AT: dict[str, dict[str, Any]] = {
 }
 """Architectures that no list names, with what switches on what is special: neighbours that turn together, layers
 without RoPE that want tables, some dimensions only, experts, queries that are scaled by their position, layers that
-differ in the number of heads, or in the widths of keys and values, layers that read the KV of others, and
-latent attention."""
+differ in the number of heads, or in the widths of keys and values, layers that read the KV of others,
+latent attention, and chunked attention."""
 
 
 def skip_unless_known(architecture: str) -> None:
@@ -208,7 +213,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
             "forward",
             lambda forward: (
                 lambda self, hidden_states, **kwargs: forward(
-                    self, hidden_states * (1 + 1e-7 * _cached(kwargs)), **kwargs
+                    self, hidden_states * (1 + 2e-7 * _cached(kwargs)), **kwargs
                 )
             ),
         ),
@@ -310,6 +315,33 @@ class TestLatentAttention:
         assert [tuple(kv.shape) for kv in pieces[0]] == tensors.shapes(3) == [(3, 2, 1, 3, 4), (3, 2, 1, 3, 16)]
         for one, other in zip(state.layers, tensors.state(0, pieces).layers, strict=True):
             assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+class TestChunkedAttention:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> str:
+        skip_unless_known("llama4_text")
+        return str(build_model(tmp_path, tiny_spec("llama4_text", **LOOKED_AT["llama4_text"], floor_scale=128)))
+
+    def test_prompts_are_prefilled_in_full_from_where_queries_are_scaled(
+        self, folder: str, tiny_models: dict[str, str]
+    ) -> None:
+        case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
+        assert case.runtime.reuse_tokens == 127 < case.layout.num_tokens
+        fused = prefilled(case.engine, [span.segment for span in case.layout.spans], "direct")
+        expected = reference_logits(folder, case.layout.ids)
+        assert fused.stats.fallback is not None and gap(fused.logits, expected) < EXACT * float(expected.abs().max())
+
+    @pytest.mark.usefixtures("home")
+    @pytest.mark.parametrize("span", [None, 23])
+    @pytest.mark.parametrize(("place", "reason"), [(structure, "see other keys"), (attention, "failed the proof")])
+    def test_other_chunks_are_refused(
+        self, span: int | None, place: Any, reason: str, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        span_of = attention.span_of
+        monkeypatch.setattr(place, "span_of", lambda module: span if span_of(module) else None)
+        with pytest.raises(UnsupportedModelError, match=reason):
+            load_model(folder)
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4_text", "mimo_v2_flash"])

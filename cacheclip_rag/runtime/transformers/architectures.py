@@ -90,8 +90,6 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             )
         if kinds & {*_SPARSE}:
             _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
-        if "chunked_attention" in kinds:
-            _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
         if planned:
             check_architecture(model_type, name)
     if getattr(text, "use_bidirectional_attention", False):
@@ -106,14 +104,22 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
 def reuse_tokens(config: Any) -> int:
     """Longest prompt, in tokens, for which stored keys can be rotated exactly.
 
-    It is the model's context, with two exceptions: longrope changes its frequencies above
-    ``original_max_position_embeddings`` tokens, dynamic NTK above ``max_position_embeddings``.
+    It is the model's context, with three exceptions: longrope changes its frequencies above
+    ``original_max_position_embeddings`` tokens, dynamic NTK above ``max_position_embeddings``; and Llama 4 scales
+    queries by the number of their row in a pass, from position ``floor_scale - 1`` on.
     """
     context = config.max_position_embeddings
-    limits = (
+    limits = [
         r.get("original_max_position_embeddings", context) for r in _ropes(config) if r.get("rope_type") == "longrope"
-    )
+    ]
+    if scales_by_row(config):
+        limits.append(config.floor_scale - 1)
     return int(min((context, *limits)))
+
+
+def scales_by_row(config: Any) -> bool:
+    """Whether long prompts' queries are scaled by the number of their row in a pass."""
+    return bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def rope_pin(config: Any) -> str:

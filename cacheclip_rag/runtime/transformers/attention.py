@@ -43,6 +43,7 @@ def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_m
     rule = AttentionRule(
         scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
         window=kwargs.get("sliding_window"),
+        span=span_of(module),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
@@ -67,6 +68,14 @@ def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_m
     if pattern.last_rows == 0 and layer == pattern.last_layer:
         raise PassEnded
     return block_attention(query, key, value, pattern.blocks, rule), None
+
+
+def span_of(module: Any) -> int | None:
+    """Length of the chunks of a layer with chunked attention, which models do not pass."""
+    kinds = getattr(module.config, "layer_types", None)
+    if not kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return int(module.config.attention_chunk_size)
 
 
 def _refuse(module: torch.nn.Module, unknown: list[str], mask: Any) -> NoReturn:
@@ -118,8 +127,8 @@ def row_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
     The heads of a group are the rows of one product, because they see the same keys. PyTorch's kernel for processors
     multiplies them one by one otherwise, in bfloat16 ten times as slowly."""
     rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (batch, num_kv_heads, groups, head_dim)
-    if rule.window is not None:
-        key, value = key[:, :, -rule.window :], value[:, :, -rule.window :]
+    first = rule.first_key(key.shape[2] - 1)
+    key, value = key[:, :, first:], value[:, :, first:]
     if rule.is_dense:
         with sdpa_backends(query.device):
             attended = scaled_dot_product_attention(rows, key, value, scale=rule.scaling)
@@ -212,7 +221,7 @@ def _of_block(
     head_dim)``."""
     if isinstance(block, SideBySide):
         return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
-    skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
+    skipped = rule.first_key(block.first)
     visible = slice(block.keys.start + skipped, block.keys.stop)
     keys, values = key[:, visible], value[:, visible]
     if not rule.is_dense:
@@ -313,7 +322,7 @@ def _additive_mask(
     """Additive mask ``(num_rows * repeats, num_keys - skipped)``, each row ``repeats`` times: 0 if a row sees a key,
     else minus infinity. It has dtype and device of ``query``. None if every row sees every key."""
     num_keys = block.keys.stop - block.keys.start
-    if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
+    if block.first >= num_keys - 1 and skipped >= rule.first_key(num_keys - 1):
         return None
 
     def make() -> torch.Tensor:
@@ -322,10 +331,10 @@ def _additive_mask(
         width = num_keys - skipped + (-(num_keys - skipped) % _ALIGNED if query.device.type == "cuda" else 0)
         slots = torch.arange(skipped, skipped + width, device=query.device)
         hidden = slots[None, :] > positions[:, None]
-        if rule.window is not None:
-            hidden |= slots[None, :] <= positions[:, None] - rule.window
+        if (before := rule.hides(slots[None, :], positions[:, None])) is not None:
+            hidden |= before
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
         return (mask.repeat_interleave(repeats, 0) if repeats > 1 else mask)[:, : num_keys - skipped]
 
     # layers may be on several devices
-    return block.kept((skipped, rule.window, repeats, query.dtype, query.device), make)
+    return block.kept((skipped, rule.window, rule.span, repeats, query.dtype, query.device), make)

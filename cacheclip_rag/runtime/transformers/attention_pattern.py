@@ -45,6 +45,8 @@ class AttentionRule:
     """Factor of the query-key products."""
     window: int | None = None
     """Sliding window: a row at position p sees positions above ``p - window``. None: all positions up to p."""
+    span: int | None = None
+    """Chunked attention: a row at position p sees positions from the last multiple of ``span`` on. None: from 0 on."""
     softcap: float | None = None
     """Logits become ``softcap * tanh(logits / softcap)`` (Gemma 2). None: no soft-capping."""
     sinks: torch.Tensor | None = None
@@ -56,8 +58,21 @@ class AttentionRule:
         return self.softcap is None and self.sinks is None
 
     def covers(self, num_keys: int) -> bool:
-        """Whether the window covers ``num_keys`` keys and hides none of them."""
-        return self.window is None or self.window >= num_keys
+        """Whether a row sees ``num_keys`` keys, all before it."""
+        return min(self.window or num_keys, self.span or num_keys) >= num_keys
+
+    def first_key(self, position: int) -> int:
+        """Position of the first key that a row sees."""
+        of_window = 0 if self.window is None else max(0, position - self.window + 1)
+        return of_window if self.span is None else max(of_window, position // self.span * self.span)
+
+    def hides(self, keys: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """Which keys rows do not see, by positions that broadcast, of those before them. None: they see all."""
+        hidden = None if self.window is None else keys <= rows - self.window
+        if self.span is not None:
+            before = keys < rows - rows % self.span
+            hidden = before if hidden is None else hidden | before
+        return hidden
 
 
 @dataclass(slots=True)
@@ -130,15 +145,16 @@ class SideBySide:
     def mask(self, rule: AttentionRule, like: torch.Tensor, repeats: int = 1) -> torch.Tensor:
         """Additive mask ``(num_sequences, 1, repeats * num_rows, width)``, all rows ``repeats`` times one after the
         other, with dtype and device of ``like``."""
-        known = rule.window, repeats, like.dtype, like.device
+        known = rule.window, rule.span, repeats, like.dtype, like.device
         if known not in self.masks:
             num_rows, width = ((each.stop - each.start) // len(self.padding) for each in (self.rows, self.keys))
             slots = torch.arange(width)
             own = slots[-num_rows:, None]
             hidden = slots > own
-            if rule.window is not None:
-                hidden = hidden | (slots <= own - rule.window)
-            unseen = hidden | (slots < self.padding[:, None, None])
+            padding = self.padding[:, None, None]
+            unseen = hidden | (slots < padding)
+            if (before := rule.hides(slots - padding, own - padding)) is not None:
+                unseen = unseen | before
             mask = torch.zeros(unseen.shape, dtype=like.dtype).masked_fill_(unseen, float("-inf"))
             self.masks[known] = mask[:, None].repeat(1, 1, repeats, 1).to(like.device)
         return self.masks[known]

@@ -127,7 +127,9 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
             setattr(self, name, new)
 
     def get_seq_length(self) -> int:
-        return self.length
+        """In a pass that scatters its rows, the slot of the first: Llama 4 scales queries by the number of their row
+        from there on, which is their position at most."""
+        return self.length if self.slots_on_cpu is None else int(self.slots_on_cpu[0])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self.length if self.slots is not None else self.length + query_length), 0

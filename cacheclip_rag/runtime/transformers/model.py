@@ -22,7 +22,7 @@ from ...base.clock import PhaseClock
 from ...base.errors import UnsupportedModelError
 from ...store import KVShape, LayerKV
 from ..base import KVMatch
-from .architectures import has_pinned_rope, reuse_tokens, rope_pin
+from .architectures import has_pinned_rope, reuse_tokens, rope_pin, scales_by_row
 from .attention import ATTENTION_NAME, pattern_attention
 from .attention_pattern import AttentionPattern, PassEnded, Probe, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, empty_kv, encode_batch
@@ -107,8 +107,9 @@ class ModelRuntime(TextModel):
                 "Expected one that holds them all: choose another device, dtype or model."
             )
         self._layer = LatentLayer if structure.is_latent else FusedLayer
-        self._decodes_alone = shares or structure.is_latent
-        """Whether a pass decodes one answer's token: attention reads more than each layer's own keys and values."""
+        self._decodes_alone = shares or structure.is_latent or scales_by_row(config)
+        """Whether a pass decodes one answer's token: attention reads more than each layer's own keys and values, or the
+        number of its row."""
         # a pinned rotary module changes its frequencies in place with the length of each pass
         one_at_a_time = self.pinned_rope or self.is_offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()

@@ -296,7 +296,7 @@ def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
     cache instead would be wrong for scattered rows of long prompts."""
     slots = torch.arange(len(ids))
     logits = []
-    for length in (0, _FAR):
+    for length in (0, max(0, min(_FAR, runtime.reuse_tokens) - len(ids))):
         cache = runtime.new_cache(len(ids))
         for counting in (cache, *cache.layers):
             counting.get_seq_length = lambda *args, length=length: length

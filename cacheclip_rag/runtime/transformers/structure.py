@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
 from ...base.errors import ModelError, UnsupportedModelError, first_line, is_out_of_memory
-from .attention import ATTENTION_NAME, pattern_attention
-from .attention_pattern import AttentionPattern, Block
+from .attention import ATTENTION_NAME, pattern_attention, span_of
+from .attention_pattern import AttentionPattern, AttentionRule, Block
 from .cache import cache_argument
 from .kept import kept, kept_file
 from .rotary import Reading, RotaryForm, Tables, made_tables, unrotate
@@ -156,8 +156,8 @@ class _Sight:
 
     pattern: AttentionPattern
     layers: set[int] = field(default_factory=set)
-    masks: set[tuple[int, int | None]] = field(default_factory=set)
-    """Masks, by their ``id``, that a window was compared with."""
+    masks: set[tuple[int, int | None, int | None]] = field(default_factory=set)
+    """Masks, by their ``id``, that a window and a length of chunks were compared with."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """The same, so that their ids stay theirs."""
 
@@ -198,10 +198,11 @@ def _look(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **
     sight: _Sight | None = kwargs.pop("cacheclip_look", None)
     if sight is None:
         raise _Unclear("it hands no arguments on to its attention")
-    window = kwargs.get("sliding_window")
-    if attention_mask is not None and (id(attention_mask), window) not in sight.masks:
-        _check_mask(attention_mask, window)
-        sight.masks.add((id(attention_mask), window))
+    rule = AttentionRule(1.0, window=kwargs.get("sliding_window"), span=span_of(module))
+    known = id(attention_mask), rule.window, rule.span
+    if attention_mask is not None and known not in sight.masks:
+        _check_mask(attention_mask, rule)
+        sight.masks.add(known)
         sight.kept.append(attention_mask)
     sight.layers.add(module.layer_idx)
     pattern_attention(module, query, key, value, None, cacheclip_pattern=sight.pattern, **kwargs)  # knows its inputs
@@ -222,13 +223,16 @@ def _rows(device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([0, 1, 100, last // 3, last], device=device), torch.arange(_LONGEST_MASK, device=device)
 
 
-def _check_mask(mask: Any, window: int | None) -> None:
+def _check_mask(mask: Any, rule: AttentionRule) -> None:
     rows, keys = _rows(mask.device)
     expected = keys <= rows[:, None]
-    if window is not None:
-        expected &= keys > rows[:, None] - window
+    if (before := rule.hides(keys, rows[:, None])) is not None:
+        expected &= ~before
     if mask.shape[2:] != expected.shape or not torch.equal(mask[0, 0], expected):
-        raise _Unclear(f"its rows see other keys than those before them{f' in a window of {window}' * bool(window)}")
+        limits = "".join(
+            f" in {what} of {size}" for what, size in (("a window", rule.window), ("chunks", rule.span)) if size
+        )
+        raise _Unclear(f"its rows see other keys than those before them{limits}")
 
 
 def _readings(model: Any, written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Reading | None]:

@@ -27,7 +27,8 @@ class TextPart(nn.Module):
         """``ids``: ``(num_tokens,)`` tokens of text, for which both must have the same logits. Raises
         UnsupportedModelError: they have not."""
         super().__init__()
-        self.base_model = whole.get_decoder()
+        decoder = whole.get_decoder()
+        self.base_model = decoder.model if hasattr(decoder, "lm_head") else decoder  # Llama 4 gives both
         self._head = whole.get_output_embeddings()
         self.config = self.base_model.config
         self.generation_config = whole.generation_config
