@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_testing import build_class, make_tokenizer, tiny_of_class, verdicts
+from cacheclip_testing import build_class, build_model, make_tokenizer, tiny_of_class, tiny_spec, verdicts
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag.base.errors import UnsupportedModelError
@@ -126,6 +126,20 @@ def test_a_mistake_is_refused_in_16_bits(
     {**ANY, **SOME}[mistake](monkeypatch, model)
     with pytest.raises(UnsupportedModelError):
         proof.prove(ModelRuntime(model, tokenizer, name="tiny", fingerprint="none"))
+
+
+def test_one_that_its_own_weights_do_not_show_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window that is longer than the probe."""
+    folder = str(build_model(tmp_path, tiny_spec("mistral", sliding_window=512)))
+    load_model(folder, dtype="bfloat16")
+    SOME["window"](monkeypatch, None)
+    unload_models()
+    for file in (home / "proofs").glob("*.json"):
+        file.unlink()
+    with pytest.raises(UnsupportedModelError, match="failed the proof"):
+        load_model(folder, dtype="bfloat16")
 
 
 @some_of(7, name=verdicts()["exact"], dtype=["float32"])
