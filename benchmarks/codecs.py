@@ -42,7 +42,7 @@ def measure(finest: CacheClipEngine, engines: dict[str, CacheClipEngine], record
             for text in asked.chunks:
                 kv = source.read(text)
                 assert kv is not None, "it was precomputed"
-                engine.store.put(target.key(text), kv.tensor(), target.codec, text=text)
+                engine.store.put(target.key(text), kv.tensor(), target.codec, text=text, shape=kv.shape)
         for method in args.methods.split(","):
             prefilled = engine.prefill(asked.segments, method=engine.make_method(method, args.ratio))
             assert prefilled.stats.hits == len(asked.chunks)

@@ -44,6 +44,14 @@ class Method(ABC):
     exact_at_one: ClassVar[bool] = True
     """Whether recompute ratio 1.0 equals full prefill."""
 
+    def __init_subclass__(cls) -> None:
+        super(Method, cls).__init_subclass__()
+        if gone := [name for name in ("positions", "row_filter") if name in vars(cls)]:
+            raise ConfigurationError(
+                f"{cls.__name__} has {' and '.join(gone)}, which engines do not call any more. Choose tokens in "
+                "select, and leave each in its place."
+            )
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigurationError(f"name must be a non-empty string, got {self.name!r}.")

@@ -623,7 +623,9 @@ def _has_heads(shape: Sequence[int]) -> bool:
 
 
 def _bounds(shape: Sequence[int], codec: str, start: int) -> tuple[int, ...]:
-    return tuple(accumulate(map(CODECS[codec].num_bytes, layer_shapes(shape)), initial=start))
+    layers = layer_shapes(shape)
+    sizes = {each: CODECS[codec].num_bytes(each) for each in {*layers}}  # most models have one kind of layer
+    return tuple(accumulate((sizes[each] for each in layers), initial=start))
 
 
 def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:

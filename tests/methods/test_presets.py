@@ -143,6 +143,12 @@ class TestVary:
             vary(preset("cacheclip"), changes)
 
 
+@pytest.mark.parametrize("hook", ["positions", "row_filter"])
+def test_a_hook_that_is_gone_is_named(hook: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Mine has {hook}, which engines do not call any more"):
+        type("Mine", (Direct,), {hook: lambda self, *given: None})
+
+
 @dataclass(frozen=True, slots=True)
 class Backwards(PromptScorer):
     """A scorer as third parties write them."""

@@ -69,7 +69,8 @@ class TransformersBackend(ServingBackend):
     def kv_bytes(self, question: ServedQuestion) -> int:
         runtime = self.engine(self._config.namespace).primary
         tokens = self.work_tokens(question) + room_for(question.options.params)
-        of_token = sum(each.num_numbers for each in layer_shapes(runtime.kv_shape(1))) * runtime.dtype.itemsize
+        size = 1 if runtime.kv_codec else runtime.dtype.itemsize  # KV that is opaque is counted in bytes
+        of_token = sum(each.num_numbers for each in layer_shapes(runtime.kv_shape(1))) * size
         return min(tokens, runtime.context_tokens) * of_token
 
     def work_tokens(self, question: ServedQuestion) -> int:

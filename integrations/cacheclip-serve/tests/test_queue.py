@@ -217,6 +217,13 @@ class TestMemory:
         # a tokenizer of 400 entries has few tokens that are longer than a byte
         assert 0.3 * held.nbytes < backend.kv_bytes(question) < 4 * held.nbytes + 10 * held[:, :, :, :1].nbytes
 
+    def test_kv_that_is_opaque_is_counted_in_bytes(self, narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend, runtime = narrow.server.app.backend, narrow.engine.primary
+        question = ServedQuestion("The harbour is deep.", "default", CallOptions(SamplingParams(max_tokens=10)))
+        numbers = backend.kv_bytes(question) // runtime.dtype.itemsize
+        monkeypatch.setattr(runtime, "kv_codec", "opaque")
+        assert backend.kv_bytes(question) == numbers
+
     def test_tools_and_calls_are_work_too(self, narrow: Served) -> None:
         backend, long = narrow.server.app.backend, "word " * 1000
         tool = {"type": "function", "function": {"name": "f", "description": long, "parameters": {"type": "object"}}}

@@ -20,6 +20,13 @@ _PROMPTS = ("messages", "prompt", "input")
 _OF_VLLM = re.compile(r"prompt: ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
 """A prompt in the log of ``vllm serve --enable-log-requests``, as Python writes a string."""
 
+_LONGEST = 1 << 28
+"""Bytes of a line that are read at once."""
+_MOST_STARTS = 32
+"""Places of a line at which an object is looked for."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that would change the terminal in which they are shown."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
@@ -51,8 +58,8 @@ class RequestLog:
             name = path.stem if names[path.stem] == 1 else f"{path.parent.name}/{path.stem}"
             try:
                 with path.open("rb") as lines:
-                    for line in lines:
-                        made = [recorded(name, each) for each in bodies(line.decode("utf-8", "replace")) if any(each)]
+                    while line := lines.readline(_LONGEST):
+                        made = [recorded(name, each) for each in _bodies_if_any(line)]
                         self.unreadable += not made and not line.isspace()
                         count += len(made)
                         yield from made
@@ -74,22 +81,33 @@ def recorded(session: str, parts: Sequence[Part]) -> RecordedPrompt:
     places = tuple((start, name) for start, (name, _) in zip(starts, parts, strict=False))
     text = "".join(text for _, text in parts)
     # JSON may have halves of characters, which no file and no terminal takes
-    return RecordedPrompt(session, text.encode(errors="replace").decode(), places)
+    return RecordedPrompt(session, _CONTROL.sub("?", text.encode(errors="replace").decode()), places)
+
+
+def _bodies_if_any(line: bytes) -> list[list[Part]]:
+    try:
+        return [parts for parts in bodies(line.decode("utf-8", "replace")) if parts]
+    except (ValueError, SyntaxError, TypeError, RecursionError):  # of a form that nobody expects
+        return []
 
 
 def bodies(line: str) -> list[list[Part]]:
     """The parts of each prompt that a line holds; empty if it holds none."""
-    start = line.find("{")
-    while start >= 0:
+    start, written = line.find("{"), _OF_VLLM.search(line)
+    if written is not None and not 0 <= start < written.start():
+        return [[("prompt", ast.literal_eval(written[1]))]]
+    for _ in range(_MOST_STARTS):
+        if start < 0:
+            break
         try:
-            value, _ = json.JSONDecoder().raw_decode(line, start)
-        except (ValueError, RecursionError):
-            start = -1 if "prompt: " in line else line.find("{", start + 1)
-            continue
-        body = _body_in(value)
-        return [] if body is None else _prompts_of(body)
-    written = _OF_VLLM.search(line)
-    return [[("prompt", ast.literal_eval(written[1]))]] if written else []
+            value, end = json.JSONDecoder().raw_decode(line, start)
+        except ValueError:
+            end = start + 1
+        else:
+            if (body := _body_in(value)) is not None:
+                return _prompts_of(body)
+        start = line.find("{", end)
+    return []
 
 
 def _body_in(value: Any) -> dict[str, Any] | None:
@@ -100,7 +118,7 @@ def _body_in(value: Any) -> dict[str, Any] | None:
             return None
     if not isinstance(value, dict):
         return None
-    if any(name in value for name in _PROMPTS):
+    if any(value.get(name) for name in _PROMPTS):
         return value
     return next((body for name in _WRAPPERS if (body := _body_in(value.get(name))) is not None), None)
 
@@ -108,8 +126,8 @@ def _body_in(value: Any) -> dict[str, Any] | None:
 def _prompts_of(body: dict[str, Any]) -> list[list[Part]]:
     before = [("tools", _text(tool) + "\n") for tool in _listed(body.get("tools"))]
     before += [("system", _text(body[name]) + "\n") for name in ("system", "instructions") if body.get(name)]
-    messages = body.get("messages", body.get("input"))
-    if messages is not None:
+    messages = body.get("messages") or body.get("input")
+    if messages:
         return [[*before, *(_message(number, each) for number, each in enumerate(_listed(messages)))]]
     prompts = body["prompt"]
     several = prompts if isinstance(prompts, list) and all(isinstance(each, str) for each in prompts) else [prompts]

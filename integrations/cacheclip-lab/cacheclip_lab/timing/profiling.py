@@ -87,7 +87,7 @@ def _reads(engine: CacheClipEngine, method: Method) -> list[TimedRead]:
                 dtype = torch.uint8 if runtime.kv_codec else runtime.dtype
                 kv = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
                 short, long = range(_TOGETHER), range(_TOGETHER, 2 * _TOGETHER)
-                return measure_reads(store, kv, [short[:1], short, long[:1], long], caches.codec)
+                return measure_reads(store, kv, [short[:1], short, long[:1], long], caches.codec, shapes)
         logger.warning("the store is full, so that its reading speed is not measured, but learned from answers")
     except (OSError, StoreError) as error:
         logger.warning("the store's reading speed is not measured, but learned from answers: %s", error)

@@ -38,11 +38,15 @@ def has_room(store: TieredStore, shapes: Sequence[Sequence[int]], codec: str) ->
 
 
 def measure_reads(
-    store: TieredStore, kv: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], codec: str
+    store: TieredStore,
+    kv: Sequence[torch.Tensor],
+    groups: Sequence[Sequence[int]],
+    codec: str,
+    shapes: Sequence[Sequence[int] | None] | None = None,
 ) -> list[TimedRead]:
     """Read groups of entries from each tier that is not in memory: first from the medium itself, as far as the system
-    allows it, then once more. ``kv`` must fit the store's limit (:func:`has_room`). Raises StoreError or OSError if the
-    store cannot be written or read, or does not keep what is written."""
+    allows it, then once more. ``kv`` must fit the store's limit (:func:`has_room`); ``shapes`` tell padding.
+    Raises StoreError or OSError if the store cannot be written or read, or does not keep what is written."""
     backends = [backend for backend in store.tiers.backends if not backend.in_memory]
     if not backends:
         return []
@@ -50,8 +54,8 @@ def measure_reads(
     keys = [hashlib.sha256(f"{_NAMESPACE} {number}".encode()).hexdigest() for number in range(len(kv))]
     try:
         last = TenantStore(store.on(store.tiers.last), _NAMESPACE)
-        for key, each in zip(keys, kv, strict=True):
-            if not last.put(key, each, codec):
+        for key, each, shape in zip(keys, kv, shapes or [None] * len(kv), strict=True):
+            if not last.put(key, each, codec, shape=shape):
                 raise StoreError("the store's limit leaves no room for a chunk cache")
         for backend in backends:
             if backend is not store.tiers.last:

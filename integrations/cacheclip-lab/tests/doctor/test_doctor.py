@@ -7,6 +7,7 @@ import json
 import random
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,8 +47,14 @@ BODIES = {
 LINES = {
     **{name: json.dumps(body) for name, body in BODIES.items()},
     "llama-server": "srv  log_server_r: request:  " + json.dumps(BODIES["chat"]),
+    "vllm, with a tool": 'INFO 11-28 cmpl-2: prompt: \'Rules.\\nTools: {"input": "a"} Why?\', params: SamplingParams()',
+    "two objects": '{"level": "info", "prompt": null} ' + json.dumps(BODIES["chat"]),
+    "null messages": json.dumps({"messages": None, "input": "Rules. Why?"}),
     "vllm": "INFO 11-28 Received request cmpl-1: prompt: 'Rules.\\nWhy\\'s {that}?', params: SamplingParams(n=1)",
 }
+
+
+HOSTILE = ["{" * 5000, '{"a":[1,' * 20_000, "prompt: 'C:\\xyz'", '{"request":' * 1500, '{"messages": null}']
 
 
 class TestReading:
@@ -65,9 +72,16 @@ class TestReading:
         assert [name for name, _ in parts] == ["tools", "message 0 (assistant)", "message 1 (user)"]
         assert '"look"' in parts[1][1] and "found" in parts[2][1] and "tool_result" not in parts[2][1]
 
-    @pytest.mark.parametrize("line", ["INFO started", "{}", '{"messages": ', "[1, 2]", '{"a": {"b": 1}}', "{" * 5000])
-    def test_other_lines_hold_none(self, line: str) -> None:
-        assert bodies(line) == []
+    @pytest.mark.parametrize("line", ["INFO started", "{}", '{"messages": ', "[1, 2]", '{"a": {"b": 1}}', *HOSTILE])
+    def test_other_lines_hold_none(self, line: str, tmp_path: Path) -> None:
+        (tmp_path / "log").write_text(f"{line}\n{LINES['chat']}\n")
+        log, began = RequestLog([tmp_path / "log"]), time.perf_counter()
+        assert len([*log.prompts()]) == log.unreadable == 1 and time.perf_counter() - began < 2
+
+    def test_no_character_reaches_the_terminal(self, tmp_path: Path) -> None:
+        (tmp_path / "log").write_text(json.dumps({"prompt": "a\x1b[2J\x9b1m\tb\nc"}))
+        [found] = RequestLog([tmp_path / "log"]).prompts()
+        assert found.text == "a?[2J?1m\tb\nc"
 
     def test_what_holds_no_request_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "server.log").write_text("started\nstopped\n\n")
@@ -276,6 +290,23 @@ class TestProxy:
             client.close()
         assert [each.text for each in RequestLog([file]).prompts()] == ["<|system|>\nRules.\n<|user|>\nWhy?\n"]
         assert "secret" not in file.read_text() and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    @pytest.mark.parametrize("fails", ["embeddings", "no folder"])
+    def test_what_is_not_recorded_is_passed_on(self, tmp_path: Path, fails: str) -> None:
+        (tmp_path / "folder").mkdir()
+        file = tmp_path / "folder" / "requests.jsonl"
+        _Upstream.may_end.set()
+        with (
+            running(ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)) as behind,
+            running(proxy(file, f"http://127.0.0.1:{behind}", 0)) as port,
+        ):
+            if fails == "no folder":
+                file.unlink(), file.parent.rmdir()
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            client.request("POST", "/v1/embeddings" if fails == "embeddings" else "/v1/messages", '{"input": ["a"]}')
+            assert client.getresponse().read() == b'{"inend'
+            client.close()
+        assert not file.exists() or not file.read_text()
 
     def test_a_server_that_is_not_there(self, tmp_path: Path) -> None:
         with running(proxy(tmp_path / "requests.jsonl", "http://127.0.0.1:9", 0)) as port:

@@ -19,9 +19,11 @@ from cacheclip_rag.store import (
     Catalog,
     ChunkStore,
     DiskBackend,
+    KVShape,
     MemoryBackend,
     TenantStore,
     Tiers,
+    layer_shapes,
 )
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]
@@ -161,3 +163,12 @@ def test_files_are_measured_from_the_medium_and_from_the_page_cache(
 
     found = measure_reads(store_of(tmp_path, Watched(disk, before_read=warm)), KV, GROUPS, "float32")
     assert [read.medium for read in found] == ["disk", PAGE_CACHE] * len(GROUPS)
+
+
+def test_padding_is_not_written(tmp_path: Path) -> None:
+    """The entries are as large as those of a model whose layers differ in width."""
+    shape = KVShape(((2, 64, 64), (1, 16, 0)), 64)
+    kv, sizes = [torch.zeros(*shape)], list[int]()
+    remote = slow(DiskBackend(tmp_path), 1000, lambda key, start, num_bytes: sizes.append(start + num_bytes))
+    measure_reads(store_of(tmp_path, remote), kv, [[0]], "float32", [shape])
+    assert 0 < max(sizes) < sum(each.num_numbers for each in layer_shapes(shape)) * 4 + 4096 < kv[0].nbytes
