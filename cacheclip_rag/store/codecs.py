@@ -126,8 +126,8 @@ class ArrayPart(NamedTuple):
     """One array of numbers in the bytes of a layer."""
 
     dtype: torch.dtype
-    shape: tuple[int, int, int]
-    """``(num_kv_heads, num_tokens, width)``, with one token for numbers that hold for all tokens of a chunk."""
+    shape: tuple[int, ...]
+    """``(..., num_kv_heads, num_tokens, width)``, with one token for numbers that hold for all tokens of a chunk."""
 
     @property
     def num_bytes(self) -> int:
@@ -158,9 +158,10 @@ class Codec(ABC):
         """Where the bytes of neighbouring heads stand in a layer of this shape."""
         offset = 0
         for part in self.parts(shape):
-            of_head = part.num_bytes // shape.num_kv_heads
-            yield slice(offset + heads.start * of_head, offset + heads.stop * of_head)
-            offset += part.num_bytes
+            of_head = math.prod(part.shape[-2:]) * part.dtype.itemsize
+            for _ in range(math.prod(part.shape[:-3])):
+                yield slice(offset + heads.start * of_head, offset + heads.stop * of_head)
+                offset += of_head * shape.num_kv_heads
 
     def head_checksums(self, layer: memoryview, shape: LayerShape) -> str:
         """xxh3 of each head of a layer, 16 hexadecimal digits each."""
@@ -178,6 +179,18 @@ class Codec(ABC):
         parts = self.parts(shape)
         pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
         return self.combine([_aligned(piece, part.dtype).view(part.dtype).view(part.shape) for piece, part in pieces])
+
+
+def _halves(dtype: torch.dtype, shape: LayerShape) -> tuple[ArrayPart, ...]:
+    """Keys and values: one array if their widths are equal, which is moved at once."""
+    heads, tokens, keys, values = shape
+    if keys == values:
+        return (ArrayPart(dtype, (2, heads, tokens, keys)),)
+    return ArrayPart(dtype, (heads, tokens, keys)), ArrayPart(dtype, (heads, tokens, values))
+
+
+def _keys_and_values(arrays: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return arrays[0] if len(arrays) == 1 else arrays
 
 
 def _aligned(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -200,8 +213,7 @@ class FloatCodec(Codec):
         return self.dtype.itemsize * 8
 
     def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
-        heads, tokens, *widths = shape
-        return tuple(ArrayPart(self.dtype, (heads, tokens, width)) for width in widths)
+        return _halves(self.dtype, shape)
 
     def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
         return _bytes_of(*map(self._stored, layer))
@@ -217,7 +229,7 @@ class FloatCodec(Codec):
         return stored
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*arrays)
+        return LayerKV(*_keys_and_values(arrays))
 
 
 class Int8Codec(Codec):
@@ -237,10 +249,8 @@ class Int8Codec(Codec):
     def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
         heads, tokens, keys, values = shape
         return (
-            ArrayPart(torch.int8, (heads, tokens, keys)),
-            ArrayPart(torch.int8, (heads, tokens, values)),
-            ArrayPart(torch.float32, (heads, 1, keys)),
-            ArrayPart(torch.float32, (heads, 1, keys)),
+            *_halves(torch.int8, shape),
+            ArrayPart(torch.float32, (2, heads, 1, keys)),
             ArrayPart(torch.float32, (heads, tokens, min(1, values))),
         )
 
@@ -260,7 +270,8 @@ class Int8Codec(Codec):
         )
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        keys, values, middle, key_step, value_step = arrays
+        *quantised, (middle, key_step), value_step = arrays
+        keys, values = _keys_and_values(quantised)
         keys = keys.float()  # converting first is 1.5 times as fast as multiplying integers with floats
         torch.addcmul(middle, keys, key_step, out=keys)
         return LayerKV(keys, values, value_step)
@@ -277,8 +288,7 @@ class BytesCodec(Codec):
     bits = 1 << 10  # no number is more precise
 
     def parts(self, shape: LayerShape) -> tuple[ArrayPart, ...]:
-        heads, tokens, *widths = shape
-        return tuple(ArrayPart(torch.uint8, (heads, tokens, width)) for width in widths)
+        return _halves(torch.uint8, shape)
 
     def encode(self, layer: Iterable[torch.Tensor]) -> torch.Tensor:
         halves = [*layer]
@@ -286,7 +296,7 @@ class BytesCodec(Codec):
         return _bytes_of(*halves)
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*arrays)
+        return LayerKV(*_keys_and_values(arrays))
 
 
 CODECS: dict[str, Codec] = {
@@ -326,24 +336,25 @@ class StoredKV:
         chosen = self.tokens
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
-    def arrays(self) -> list[list[np.ndarray[Any, Any]]]:
-        """For each of the codec's arrays (:meth:`Codec.parts`) that of every layer, cut to the chosen tokens: integers
-        of the size of its numbers, in the memory of the store."""
-        frame, codec = self.frame, CODECS[self.codec]
-        layers = frame.layers
-        arrays: list[list[np.ndarray[Any, Any]]] = [[] for _ in codec.parts(layers[0])]
+    def arrays(self) -> list[tuple[np.ndarray[Any, Any], ...]]:
+        """Of each layer the codec's arrays (:meth:`Codec.parts`), cut to the chosen tokens: integers of the size of
+        their numbers, in the memory of the store."""
+        frame, layers = self.frame, self.frame.layers
+        arrays = list[tuple[np.ndarray[Any, Any], ...]]()
         for shape, run in groupby(range(len(layers)), key=layers.__getitem__):  # one view for neighbours that are alike
             first, *others = run
             offset, step = frame.bounds[first], frame.bounds[first + 1] - frame.bounds[first]
-            for of_part, part in zip(arrays, codec.parts(shape), strict=True):
-                size, (_, num_tokens, width) = part.dtype.itemsize, part.shape
-                steps = (step, size * width * num_tokens, size * width, size)
+            views = []
+            for part in CODECS[self.codec].parts(shape):
+                size = part.dtype.itemsize
+                steps = (step, *(size * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))))
                 view: np.ndarray[Any, Any] = np.ndarray(
                     (1 + len(others), *part.shape), f"i{size}", frame.data, offset, steps
                 )
                 # one number may hold for all tokens
-                of_part.extend(view[:, :, self.tokens] if num_tokens > 1 else view)
+                views.append(view[..., self.tokens, :] if part.shape[-2] > 1 else view)
                 offset += part.num_bytes
+            arrays += zip(*views, strict=True)
         return arrays
 
     def tensor(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Joined:
         self.places = torch.from_numpy(np.concatenate(runs))
         """``(num_tokens,)`` int64: where each token belongs."""
         self._arrays = [kv.arrays() for kv in self.pieces if isinstance(kv, StoredKV)]
-        """Of each stored piece, its codec's arrays, cut to its tokens."""
+        """Of each stored piece its layers' arrays, cut to its tokens."""
 
     @cached_property
     def _piece_of_token(self) -> torch.Tensor:
@@ -58,31 +58,30 @@ class Joined:
             return LayerKV(*joined[:, heads].to(device))
         codec, shape = CODECS[first.codec], first.frame.layers[number]
         # of each of the codec's arrays: what it is in a piece of several tokens, and that of each piece
-        arrays = zip(codec.parts(shape._replace(num_tokens=2)), zip(*self._arrays, strict=True), strict=True)
-        device = torch.device(device)
+        of_pieces = zip(*(layers[number] for layers in self._arrays), strict=True)
+        arrays = zip(codec.parts(shape._replace(num_tokens=2)), of_pieces, strict=True)
+        device, own = torch.device(device), (..., heads, slice(None), slice(None))
         move = self._moved if device.type in COPIES_BESIDE else self._side_by_side
-        return codec.combine(
-            [move(part, [layers[number][heads] for layers in of_pieces], device) for part, of_pieces in arrays]
-        )
+        return codec.combine([move(part, [array[own] for array in pieces], device) for part, pieces in arrays])
 
     def _side_by_side(
         self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device
     ) -> torch.Tensor:
-        side_by_side = np.concatenate(pieces, 1) if len(pieces) > 1 else pieces[0]
+        side_by_side = np.concatenate(pieces, -2) if len(pieces) > 1 else pieces[0]
         array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
-        if part.shape[1] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
-            array = array.index_select(1, self._piece_of_token.to(device))
+        if part.shape[-2] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
+            array = array.index_select(-2, self._piece_of_token.to(device))
         return array
 
     def _moved(self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device) -> torch.Tensor:
         """Each piece is moved to its place among the others on the device, from page-locked memory while the caller
         goes on: keep the pieces until the device has used them."""
         sources = [torch.from_numpy(array).view(part.dtype) for array in pieces]
-        if part.shape[1] == 1:  # holds for all tokens of a chunk, and is repeated on the device
+        if part.shape[-2] == 1:  # holds for all tokens of a chunk, and is repeated on the device
             sources = [source.to(device, non_blocking=True) for source in sources]
-        num_heads, _, width = sources[0].shape
-        joined = torch.empty(num_heads, sum(self.lengths), width, dtype=part.dtype, device=device)
-        for target, source in zip(joined.split(self.lengths, 1), sources, strict=True):
+        *before, _, width = sources[0].shape
+        joined = torch.empty(*before, sum(self.lengths), width, dtype=part.dtype, device=device)
+        for target, source in zip(joined.split(self.lengths, -2), sources, strict=True):
             target.copy_(source, non_blocking=True)
         return joined
 

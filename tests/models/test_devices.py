@@ -341,9 +341,9 @@ class TestPretendedAccelerator:
         ("method", "reads", "copies", "of_chunk", "for_token"),
         [
             ("full", 1, 1, 0, 2),
-            ("direct", 1, 17, 3, 2),
-            ("cacheclip", 2, 35, 5, 2),
-            ("query_attention", 2, 46, 3, 2),
+            ("direct", 1, 15, 3, 2),
+            ("cacheclip", 2, 33, 5, 2),
+            ("query_attention", 2, 44, 3, 2),
         ],
     )
     def test_numbers_are_read_a_few_times(
