@@ -227,9 +227,11 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     check_device(device)
     config, tokenizer = _open(folder, name)
     auto, scheme = _class_of(config), scheme_of(config, name)
-    in_full = num_dense_weights(auto, config) if scheme is not None and scheme.is_dense else None
+    is_dense = scheme is not None and scheme.is_dense
+    in_full = _read(name, "config.json", lambda: num_dense_weights(auto, config)) if is_dense else None
     check_fits(folder, name, getattr(torch, dtype), device, in_full)
     options: dict[str, Any] = {
+        "config": config,
         "dtype": getattr(torch, dtype),
         "use_safetensors": True,
         "trust_remote_code": False,
@@ -300,6 +302,7 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
         )
     _read(name, "config.json", lambda: _check_numbers(folder))
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    _forget_code(config)
     check_supported(config, name, planned=planned)
     if not planned and scheme_of(config, name) is None and quantization_of(folder):
         raise UnsupportedModelError(
@@ -326,6 +329,15 @@ def _check_numbers(folder: Path) -> None:
                 f"expected {field} of {least} to {most} in {folder / 'config.json'}, got {str(number)[:40]}. Fetch the "
                 "model again."
             )
+
+
+def _forget_code(config: Any) -> None:
+    """Forget the Python code that parts of a config name: a class that makes its parts by them would ask on stdin
+    whether to run it."""
+    for part in (getattr(config, name, None) for name in getattr(config, "sub_configs", ())):
+        if part is not None:
+            vars(part).pop("auto_map", None)
+            _forget_code(part)
 
 
 def _load_tokenizer(folder: Path, name: str) -> Any:

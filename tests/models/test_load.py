@@ -196,6 +196,17 @@ class TestForeignCode:
         with suppress(ModelError):  # a tokenizer of the name may be known
             load_any(tokenizer)
         load_any(known)
+        dense, part = map(evil, ("dense", "part"))  # to count weights, and where a class makes its parts itself
+        of_dense, of_part = {"AutoModelForImageTextToText": "evil.Model"}, {"AutoModel": f"{part}--evil.Model"}
+        change_config(
+            dense, model_type="clip_text_model", auto_map=of_dense, quantization_config={"quant_method": "mxfp4"}
+        )
+        vision = {"model_type": "blip_vision_model", "auto_map": of_part}
+        change_config(part, model_type="llava", text_config={"model_type": "llama"}, vision_config=vision)
+        with pytest.raises(ModelError, match="is never run"):
+            load_any(dense)
+        with pytest.raises(ModelError, match="blip|Blip"):
+            load_any(part)
         assert not list(tmp_path.rglob("mark")), "code of a folder was run"
         AutoConfig.from_pretrained(model)
         assert list(tmp_path.rglob("mark")), "the twin: transformers alone asks, and runs it"

@@ -52,7 +52,7 @@ class PlanningRuntime(ModelRuntime):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         base = model.base_model

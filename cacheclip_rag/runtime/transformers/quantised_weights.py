@@ -98,7 +98,7 @@ def loading_options(scheme: Scheme, config: Any, device: str) -> dict[str, Any]:
 def num_dense_weights(auto: Any, config: Any) -> int:
     """How many weights a model of this config has, made without memory by ``auto``, such as AutoModelForCausalLM."""
     with torch.device("meta"):
-        return sum(each.numel() for each in auto.from_config(config).parameters())
+        return sum(each.numel() for each in auto.from_config(config, trust_remote_code=False).parameters())
 
 
 def check_loaded(model: nn.Module, scheme: Scheme, dtype: torch.dtype, name: str) -> None:
