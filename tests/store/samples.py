@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from store_entries import TOKENS, is_intact, key, kv, put  # noqa: F401
 
 from cacheclip_rag.finding.texts import text_row
@@ -83,6 +84,7 @@ def run(program: str | Callable[[], object]) -> subprocess.CompletedProcess[str]
         if child == 0:
             status = 1
             try:
+                torch.set_num_threads(1)  # a fork has none of the others
                 exec(opening + program, {}) if isinstance(program, str) else program()
                 status = 0
             except BaseException:
