@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "keys assembled a position late": (
         _patched(cache, "rotate", lambda turn: lambda keys, tables, *dtype: turn(keys, _late(tables), *dtype)),
-        r"failed the proof .*stored by .*moved by",
+        r"failed the proof .*moved by .*stored by",
     ),
     "rows that see one key too few": (
         _patched(
@@ -257,6 +258,23 @@ def test_a_planted_mistake_is_refused(
     unload_models()
     monkeypatch.undo()
     load_model(tiny_models["llama"], dtype=dtype)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_seen_to_turn_otherwise_than_its_tiny_one_is_refused(
+    dtype: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding may hide what its keys do. At position 0 a wrong form undoes itself."""
+
+    def misread(model: Any, name: str, device: torch.device, fingerprint: str) -> structure.Structure:
+        seen = structure.kept_structure(model, name, device, fingerprint)
+        readings = (Reading(form=RotaryForm(in_pairs=True)), *seen.readings[1:])
+        return replace(seen, readings=readings) if fingerprint else seen
+
+    monkeypatch.setattr(model.ModelRuntime, "_find_structure", staticmethod(misread))
+    with pytest.raises(UnsupportedModelError, match=r"failed the proof .*unmodified model in moved by"):
+        load_model(tiny_models["llama"], dtype=dtype)
 
 
 class TestLayersThatReadOthers:
@@ -364,7 +382,7 @@ def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: 
     folder = str(build_model(tmp_path, tiny_spec("mimo_v2_flash", **LOOKED_AT["mimo_v2_flash"])))
     used = cache.FusedLayer.used
     monkeypatch.setattr(cache.FusedLayer, "used", lambda layer, kv: used(layer, kv._replace(values=kv.values.flip(2))))
-    with pytest.raises(UnsupportedModelError, match=r"failed the proof .*stored by .*moved by"):
+    with pytest.raises(UnsupportedModelError, match=r"failed the proof .*moved by .*stored by"):
         load_model(folder)
 
 
@@ -451,6 +469,8 @@ class TestVerdict:
                 if again == "twin":
                     memos[len(proof._BRIEF)].unlink()
                 assert again in load(first) and json.loads(memo.read_text()).keys() == verdict.keys()
+        monkeypatch.setattr(proof, "device_name", lambda device: (str(device), "another GPU"))
+        assert load(first) == ["twin", "own"]
         monkeypatch.setattr(kept.transformers, "__version__", "99.0")
         assert load(first) == ["twin", "own"]
 
@@ -467,7 +487,8 @@ class TestVerdict:
         monkeypatch.setattr(proof, "_gaps", by_chance)
         load_model(tiny_models["mixtral"])
         for memo in (home / "proofs").glob("*.json"):
-            assert json.loads(memo.read_text())["gaps"].get("stored", 0.0) < 1e-4
+            verdict = json.loads(memo.read_text())
+            assert verdict["checks"] < len(proof._WHOLE) or verdict["gaps"]["stored"] < 1e-4
             memo.unlink()
         unload_models()
         monkeypatch.setattr(proof, "_gaps", lambda *args: {**by_chance(*args), "moved": 1.0})
@@ -476,16 +497,19 @@ class TestVerdict:
 
     @pytest.mark.parametrize(
         ("change", "value"),
-        [("layer_devices", [torch.device("cpu", 1)]), ("is_offloaded", True), ("sources", "edited")],
+        [("layer_devices", [torch.device("cpu", 1)]), ("is_offloaded", True), ("sources", "edited")]
+        + [("installed", each) for each in ("torchao", "compressed_tensors", "kernels", "causal_conv1d")],
     )
-    def test_is_of_these_devices_and_sources(
+    def test_is_of_these_devices_sources_and_packages(
         self, change: str, value: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runtime = load_model(tiny_models["llama"])
+        runtime, version = load_model(tiny_models["llama"]), kept.metadata.version
         memo = proof._memo(runtime)
         assert memo == proof._memo(runtime) and memo.exists()
         if change == "sources":
             monkeypatch.setattr(kept, "_sources", lambda: value)
+        elif change == "installed":
+            monkeypatch.setattr(kept.metadata, "version", lambda name: "99.0" if name == value else version(name))
         else:
             monkeypatch.setattr(runtime, change, value)
         assert proof._memo(runtime) != memo
@@ -533,6 +557,13 @@ class TestVerdict:
         for file in (home / "structures").glob("*.json"):
             file.write_text('{"readings": [[0]], "widths": []}')
         assert load("gemma3")[0] == 1
+        monkeypatch.setattr(structure, "device_name", lambda device: (str(device), "another GPU"))
+        assert load("gemma3")[0] == 1
+
+    def test_names_the_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+        assert kept.device_name(torch.device("cuda", 1)) == ("cuda:1", "GPU of cuda:1")
+        assert kept.device_name(torch.device("cpu")) == ("cpu", "")
 
     def test_that_is_no_longer_written(
         self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch

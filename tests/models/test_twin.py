@@ -190,7 +190,13 @@ class TestConfigs:
         kept = twin.shrunk_config(CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=3))
         assert kept.first_k_dense_replace == 2 and kept.num_hidden_layers == 4
         kept = twin.shrunk_config(CONFIG_MAPPING["qwen3_moe"](mlp_only_layers=[5, 7], num_hidden_layers=12))
-        assert kept.mlp_only_layers == [2, 3] and kept.num_hidden_layers == 4
+        assert kept.mlp_only_layers == [1, 2] and kept.num_hidden_layers == 4
+
+    def test_keep_the_last_layer(self) -> None:
+        """Rows leave it, and those before it, in another way."""
+        kinds = [*["sliding_attention"] * 3, "full_attention"] * 3 + ["sliding_attention"]
+        small = twin.shrunk_config(CONFIG_MAPPING["gpt_oss"](layer_types=kinds, num_hidden_layers=13))
+        assert small.layer_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
     def test_of_other_weights_are_the_same(self, tiny_models: dict[str, str]) -> None:
         first, second = (load_model(tiny_models[name]).model for name in ("llama", "llama-rope-linear"))

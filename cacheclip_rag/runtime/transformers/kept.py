@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ import transformers
 from ...base.keys import json_digest
 from ...base.paths import cache_home, write_json
 from ...base.version import __version__
+from .quantised_weights import SCHEMES
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +28,23 @@ _T = TypeVar("_T")
 
 def kept_file(folder: str, *identity: object) -> Path:
     """In a folder of ``$CACHECLIP_HOME``."""
-    versions = __version__, _sources(), transformers.__version__, torch.__version__
+    versions = __version__, _sources(), transformers.__version__, torch.__version__, _installed()
     return cache_home() / folder / f"{hashlib.sha256(repr((*identity, versions)).encode()).hexdigest()}.json"
+
+
+def device_name(device: torch.device) -> tuple[str, str]:
+    """What results may depend on: where a device is, and which GPU it is."""
+    return str(device), torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def _installed() -> dict[str, str | None]:
+    """Versions of packages whose kernels transformers takes if they are there; None: they are not."""
+    packages = {"kernels", "causal_conv1d"}.union(*(scheme.packages for scheme in SCHEMES.values()))
+    versions: dict[str, str | None] = dict.fromkeys(sorted(packages))
+    for package in versions:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ...base.errors import ModelError, UnsupportedModelError, first_line, is_out
 from .attention import ATTENTION_NAME, pattern_attention, span_of
 from .attention_pattern import AttentionPattern, AttentionRule, Block
 from .cache import cache_argument
-from .kept import kept, kept_file
+from .kept import device_name, kept, kept_file
 from .rotary import Reading, RotaryForm, Tables, made_tables, unrotate
 from .twin import described
 
@@ -98,7 +98,7 @@ def kept_structure(model: Any, name: str, device: torch.device, fingerprint: str
     find = partial(find_structure, model, name, device)
     if not fingerprint:
         return find()
-    file = kept_file("structures", described(model), fingerprint, str(device))
+    file = kept_file("structures", described(model), fingerprint, device_name(device))
     return kept(file, lambda fields: Structure.of(**fields), find, asdict)
 
 

@@ -125,7 +125,8 @@ def _described(config: Any) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any], depth: int) -> list[int]:
-    """Numbers of the layers that stay: two of each kind, and some more if those are few."""
+    """Numbers of the layers that stay: two of each kind, the last one among them, which rows leave in a way of its
+    own, and some more if those are few."""
     lists = [
         value
         for key, value in fields.items()
@@ -138,7 +139,7 @@ def _layers(fields: Mapping[str, Any], depth: int) -> list[int]:
     borders.append(depth - (fields.get("num_kv_shared_layers") or 0))
     counts: dict[str, int] = {}
     chosen = []
-    for layer in range(depth):
+    for layer in (depth - 1, *range(depth - 1)):
         kind = repr(
             ([each[layer] for each in lists], [layer in each for each in numbered], [layer < each for each in borders])
         )
