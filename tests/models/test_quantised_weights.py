@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_testing.tiny import TINY_MODELS, build_model
+from cacheclip_testing.tiny import TINY_MODELS, build_model, tiny_spec
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
@@ -21,7 +21,14 @@ from cacheclip_rag.models import memory
 from cacheclip_rag.models.checkpoints import quantization_of
 from cacheclip_rag.models.load import load_model, load_planning
 from cacheclip_rag.runtime.transformers import proof, quantised_weights
-from cacheclip_rag.runtime.transformers.quantised_weights import SCHEMES, Scheme, check_rows, loading_options, scheme_of
+from cacheclip_rag.runtime.transformers.quantised_weights import (
+    SCHEMES,
+    Scheme,
+    check_loaded,
+    check_rows,
+    loading_options,
+    scheme_of,
+)
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, gap, make_case, prefilled
 
@@ -109,6 +116,17 @@ class TestDense:
         (folder / "touched.json").write_text("{}")
         with pytest.raises(ModelError, match="GiB"):
             load_model(folder)
+
+    def test_weights_that_the_class_has_in_float32_stay_so(self, tmp_path: Path) -> None:
+        """Rounding would choose other experts."""
+        sizes = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1}
+        spec = tiny_spec("ernie4_5_moe", **sizes, moe_layer_start_index=1)
+        folder = build_model(tmp_path, spec)
+        dense = load_model(folder, dtype="bfloat16").model
+        expected = {path: weight.dtype for path, weight in dense.named_parameters()}
+        assert {*expected.values()} == {torch.bfloat16, torch.float32}
+        check_loaded(dense, SCHEMES["fp8"], torch.bfloat16, "m")
+        assert {path: weight.dtype for path, weight in dense.named_parameters()} == expected
 
     def test_options(self) -> None:
         """On a processor, transformers may make them dense without being asked."""

@@ -101,18 +101,20 @@ def num_dense_weights(auto: Any, config: Any) -> int:
         return sum(each.numel() for each in auto.from_config(config, trust_remote_code=False).parameters())
 
 
-def check_loaded(model: nn.Module, scheme: Scheme, dtype: torch.dtype, name: str) -> None:
-    """Give dense weights ``dtype``, which some versions of transformers leave as they were in the file. Raises
-    ModelError: weights that should have become dense did not."""
+def check_loaded(model: Any, scheme: Scheme, dtype: torch.dtype, name: str) -> None:
+    """Give dense weights ``dtype``, which some versions of transformers leave as they were in the file, but for those
+    that the class has in float32. Raises ModelError: weights that should have become dense did not."""
     for path, module in model.named_modules():
         if scheme.is_dense and is_quantised(module):
             raise ModelError(
                 f"expected the quantised weights of model {name!r} to become dense, got {path} as "
                 f"{type(module).__name__}. Update transformers, or use a checkpoint in full precision."
             )
-    for weight in model.parameters():
+    planned = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else model.dtype_plan  # of 5.0
+    plan = {re.compile(each.replace("*", ".*")): other for each, other in planned.items()}
+    for path, weight in model.named_parameters():
         if type(weight) is nn.Parameter and weight.dtype in _DENSE:
-            weight.data = weight.data.to(dtype)
+            weight.data = weight.data.to(next((plan[each] for each in plan if each.search(path)), dtype))
 
 
 def _settings(config: Any) -> dict[str, Any] | None:
