@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 
 INSTALLED = {
-    " Not published yet: clone this repository and run, inside the clone:": "",
+    " Not published yet: in a clone of this repository:": "",
     "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
         'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
     ),
     "make demo                 # six documents, three questions, LlamaIndex and LangChain, a table of speeds\n": "",
-    "`make demo` downloads two small models": (
+    "It downloads two small models": (
         "In a clone of the repository, `make demo` asks three questions about six documents with LlamaIndex and "
         "LangChain, and shows a table of speeds. It downloads two small models"
     ),

@@ -83,13 +83,15 @@ differ in the number of heads, or in the widths of keys and values, layers that 
 latent attention, and chunked attention."""
 
 
+_NOT_IN_5_0 = ("apertus", "gemma3n_text", "modernbert-decoder")
+"""Classes whose tiny models transformers 5.0 cannot build or cache: they are refused there."""
+
+
 def skip_unless_known(architecture: str) -> None:
-    if architecture not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {architecture}")
-    if (
-        architecture == "ministral3"
-        and "cache_position" in inspect.signature(modeling_llama.LlamaModel.forward).parameters
-    ):
+    is_old = "cache_position" in inspect.signature(modeling_llama.LlamaModel.forward).parameters
+    if architecture not in CONFIG_MAPPING or (is_old and architecture in _NOT_IN_5_0):
+        pytest.skip(f"this transformers has no {architecture}, or an earlier form")
+    if architecture == "ministral3" and is_old:
         pytest.skip("this transformers scales its queries by the number of cached tokens: it is refused")
 
 

@@ -32,6 +32,9 @@ from cacheclip_rag.runtime.transformers.quantised_weights import (
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, gap, make_case, prefilled
 
+pytestmark = pytest.mark.skipif(
+    not quantised_weights._reads_all(), reason="this transformers reads no quantised weights: they are refused"
+)
 Tensors = dict[str, torch.Tensor]
 
 _FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -264,3 +267,10 @@ class TestRefused:
             scheme_of(whole, "m")
         (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": FP8}}))
         assert quantization_of(tmp_path) == FP8
+
+
+def test_a_transformers_that_leaves_files_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda name: None)
+    config = Qwen3Config(quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match=r"without mapping them, got 5\..*: pip install -U transformers"):
+        scheme_of(config, "tiny")

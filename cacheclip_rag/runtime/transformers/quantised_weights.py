@@ -11,10 +11,12 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import nn
 
 from ...base.errors import ModelError, UnsupportedModelError
@@ -76,6 +78,12 @@ def scheme_of(config: Any, name: str) -> Scheme | None:
                 f"expected names of modules, or short patterns of them, in the quantization_config of model {name!r}, "
                 f"got {text[:80]!r}. Fetch the model again."
             )
+    if not _reads_all():
+        raise ModelError(
+            f"model {name!r} has weights that were quantised by {method!r}. Expected a transformers that reads files "
+            f"without mapping them, got {transformers.__version__}: pip install -U transformers. Or use a checkpoint "
+            "in full precision."
+        )
     missing = [each.replace("_", "-") for each in SCHEMES[method].packages if importlib.util.find_spec(each) is None]
     if missing:
         raise ModelError(
@@ -83,6 +91,11 @@ def scheme_of(config: Any, name: str) -> Scheme | None:
             f"installed: pip install {' '.join(missing)}. Or use a checkpoint in full precision."
         )
     return SCHEMES[method]
+
+
+def _reads_all() -> bool:
+    """Whether this transformers can read a checkpoint without leaving parts of it mapped."""
+    return "disable_mmap" in signature(transformers.PreTrainedModel.from_pretrained).parameters
 
 
 def loading_options(scheme: Scheme, config: Any, device: str) -> dict[str, Any]:
