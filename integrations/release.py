@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 
 INSTALLED = {
-    " Not published yet: in a clone of this repository:": "",
+    " Not published yet: in a clone:": "",
     "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
         'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
     ),
