@@ -36,6 +36,7 @@ def components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_component_reuses_the_documents(
     components: Any, tool_model: str, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
