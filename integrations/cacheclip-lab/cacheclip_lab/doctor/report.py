@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from ..evaluation.page import STYLE
+from ..evaluation.page import text_table, whole_page
 from ..evaluation.tables import Rows
 from .requests import RecordedPrompt
 from .reuse import CHARS_PER_TOKEN, Cause, PromptReuse, causes, prefix_share, without_lines
@@ -77,7 +78,9 @@ class Report:
         tokens_per_second: float | None,
         unreadable: int,
     ) -> Report:
-        sessions = {name: [each for each in reuses if each.session == name] for name in {r.session for r in reuses}}
+        sessions = defaultdict[str, list[PromptReuse]](list)
+        for each in reuses:
+            sessions[each.session].append(each)
         kinds = causes(reuses)
         line = kinds[0].beginning.strip() if kinds else ""
         without, without_word = None, False
@@ -87,7 +90,7 @@ class Report:
             )
             without, without_word = max(of_word, of_line), of_word >= _AS_GOOD * of_line
         whole = Diagnosis.of(reuses)
-        of_sessions = {name: Diagnosis.of(each) for name, each in sorted(sessions.items())}
+        of_sessions = {name: Diagnosis.of(of_session) for name, of_session in sorted(sessions.items())}
         return cls(whole, of_sessions, kinds, without, without_word, tokens_per_second, unreadable)
 
     def seconds(self, share: float) -> float | None:
@@ -179,26 +182,12 @@ def _short(text: str, *, end: bool = False) -> str:
 
 def to_html(report: Report, reuses: Sequence[PromptReuse]) -> str:
     """One page without scripts or foreign parts: the verdict, a figure, sessions and causes."""
-    return "\n".join(
-        (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>What caches would serve</title>\n<style>{STYLE}</style>\n</head>\n<body>",
-            f"<h1>What caches would serve</h1>\n<p>{escape(report.verdict())}</p>",
-            _figure(report, reuses),
-            *(f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables(30).items()),
-            "</body>\n</html>\n",
-        )
+    return whole_page(
+        "What caches would serve",
+        f"<p>{escape(report.verdict())}</p>",
+        _figure(report, reuses),
+        *(text_table(title, "", table) for title, table in report.tables(30).items()),
     )
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(each)}</td>' for each in row[1:])}</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _figure(report: Report, reuses: Sequence[PromptReuse]) -> str:

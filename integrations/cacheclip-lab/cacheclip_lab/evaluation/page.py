@@ -30,7 +30,7 @@ from .tables import (
 if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
-STYLE = """
+_STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; }
@@ -58,13 +58,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
     """The whole page: tables, and all answers to each question. ``summary`` is what
     :func:`~cacheclip_lab.evaluation.report.summarise` makes of ``comparison``."""
-    title = escape(f"Comparison on {summary['dataset']}")
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
-        f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
+    return whole_page(
+        f"Comparison on {summary['dataset']}",
+        f"<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
         _lengths(summary),
         _gate(summary),
@@ -72,9 +68,23 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         _skipped(summary),
         _settings(summary["settings"]),
         _items(comparison, summary),
-        "</body>\n</html>\n",
-    ]
-    return "\n".join(parts)
+    )
+
+
+def whole_page(title: str, *parts: str) -> str:
+    """A page of these parts of HTML. No script of it runs, and nothing is fetched."""
+    title = escape(title)
+    return "\n".join(
+        (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{title}</h1>",
+            *parts,
+            "</body>\n</html>\n",
+        )
+    )
 
 
 def _summary_table(summary: dict[str, Any]) -> str:
@@ -108,17 +118,17 @@ def _cell(cell: Cell) -> str:
 
 def _lengths(summary: dict[str, Any]) -> str:
     says = "In words. <code>full-again</code> and <code>full-reordered</code>, if they were asked, are noise floors."
-    return _text_table(LENGTHS_TITLE, says, lengths_table(summary))
+    return text_table(LENGTHS_TITLE, says, lengths_table(summary))
 
 
 def _gate(summary: dict[str, Any]) -> str:
-    return _text_table(
+    return text_table(
         "With a confidence gate",
         "Prompts whose first token is less sure than <code>min_confidence</code> are prefilled in full after all, and "
         "cost both. If a later token is, the exact KV is completed before it: a full prefill's cost, after the first "
         "token.",
         gate_table(summary),
-    ) + _text_table(
+    ) + text_table(
         "Guaranteed",
         "The cheapest ratio and gate of which these questions show, with 95 % confidence, that no more answers go "
         "wrong over questions like these (learn then test, exact binomial tests).",
@@ -126,12 +136,13 @@ def _gate(summary: dict[str, Any]) -> str:
     )
 
 
-def _text_table(title: str, says: str, table: Rows) -> str:
+def text_table(title: str, says: str, table: Rows) -> str:
+    """A heading, HTML under it, and a table of texts; empty without rows."""
     titles, rows = table
     if not rows:
         return ""
     cells = [(label, "".join(f"<td>{escape(text)}</td>" for text in texts)) for label, *texts in rows]
-    return f"<h2>{title}</h2>\n<p>{says}</p>\n{_rows(titles, cells)}"
+    return f"<h2>{title}</h2>\n{f'<p>{says}</p>' * bool(says)}\n{_rows(titles, cells)}"
 
 
 def _tasks(summary: dict[str, Any]) -> str:
