@@ -50,6 +50,13 @@ def run(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str], tmp_path: 
     return run
 
 
+@pytest.mark.long
+def test_launches(run: Any) -> None:
+    sizes = ("--layers", "2", "--tokens", "80", "--chunk-tokens", "40")
+    rows = {row["state"]: row for row in run("launches", *sizes, "--methods", "direct")["rows"]}
+    assert rows["cold"]["kernels"] >= rows["warm"]["kernels"] > 100 and rows["cold"]["copies"] > 4
+
+
 def test_cold_reads(run: Any) -> None:
     found = run("cold_reads", "--tokens", "120", "--chunk-tokens", "40", "--speeds", "1", "--repeats", "1")
     [row] = found["rows"]

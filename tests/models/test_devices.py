@@ -25,11 +25,11 @@ from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, 
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
-from tests.models.pretend import Pretended, move, pretended
+from tests.models.pretend import Pretended, Queue, move, pretended
 
 PARAMS = SamplingParams(max_tokens=16)
-OF_TRANSFORMERS = 2 if transformers.__version__.startswith("5.0.") else 0
-"""Copies to a device that the oldest supported transformers makes by itself in a prefill, at most."""
+OF_TRANSFORMERS = (20, 2, 2, 0) if transformers.__version__.startswith("5.0.") else (0, 0, 0, 0)
+"""Kernels, copies, blocking copies and waits that the oldest supported transformers adds to a prefill, at most."""
 
 
 @pytest.fixture(autouse=True)
@@ -313,73 +313,69 @@ class TestPretendedAccelerator:
         engine.precompute(texts)
         prompts = [OPENING + rag_prompt(order) for order in (texts, texts[::-1])]
         engine.generate(prompts[0], SamplingParams(max_tokens=1), method=method)  # computes shared prefixes, captures
-        stops, copies = self.stops.copy(), self.copies.copy()
+        before = self.queue.counts()
         found = engine.prefill(prompts[1], PARAMS, method=engine.make_method(method))
-        self.of_request, self.copied = self.stops - stops, self.copies - copies
+        between = self.queue.counts()
         assert found.stats.fallback is None
-        stops, copies = self.stops.copy(), self.copies.copy()
         following = engine.primary.decode_step(found.cache, 5)  # type: ignore[arg-type]
-        self.of_token, self.copied_for_token = self.stops - stops, self.copies - copies
+        after = self.queue.counts()
+        self.of_request, self.of_token = (
+            {name: now[name] - then[name] for name in now} for then, now in ((before, between), (between, after))
+        )
         assert isinstance(found.logits, Pretended) is ("primary" in there)
         return tuple(each.inner if isinstance(each, Pretended) else each for each in (found.logits, following))
 
-    stops: Counter[str] = Counter()
-    of_request = of_token = stops
-    copies: Counter[str] = Counter()
-    copied = copied_for_token = copies
+    queue = Queue()
+    of_request: dict[str, Counter[str]]
+    of_token: dict[str, Counter[str]]
 
     @pytest.mark.parametrize("there", ["primary", "auxiliary"])
     def test_is_the_cpu_s_answer(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, there: str
     ) -> None:
         expected = self.prefilled(tiny_models, "cacheclip")
-        with pretended(monkeypatch) as (self.stops, self.copies):
+        with pretended(monkeypatch) as self.queue:
             found = self.prefilled(tiny_models, "cacheclip", there)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
     @pytest.mark.parametrize(
-        ("method", "reads", "copies", "of_chunk", "for_token"),
+        ("method", "two", "four"),
         [
-            ("full", 1, 1, 0, 2),
-            ("direct", 1, 15, 3, 2),
-            ("cacheclip", 2, 33, 5, 2),
-            ("query_attention", 2, 44, 3, 2),
+            ("full", (128, 1, 1, 1), (128, 1, 1, 1)),
+            ("direct", (240, 21, 21, 1), (246, 27, 27, 1)),
+            ("cacheclip", (496, 43, 43, 2), (513, 53, 53, 2)),
+            ("query_attention", (582, 50, 50, 2), (595, 56, 56, 2)),
         ],
     )
-    def test_numbers_are_read_a_few_times(
+    def test_work_of_a_question(
         self,
         tiny_models: dict[str, str],
         monkeypatch: pytest.MonkeyPatch,
         method: str,
-        reads: int,
-        copies: int,
-        of_chunk: int,
-        for_token: int,
+        two: tuple[int, ...],
+        four: tuple[int, ...],
     ) -> None:
-        """Once for the first token's confidence; once per set of scores. None per layer, chunk or later token.
-
-        Copied to the device are the KV of each layer and chunk, token ids, and numbers of rows and slots."""
+        """Kernels, copies, blocking copies and waits, of two and of four chunks: meters that only fall. A number is
+        read once for the first token's confidence, and once per set of scores; none for a later token."""
         expected = self.prefilled(tiny_models, method)
-        with pretended(monkeypatch) as (self.stops, self.copies):
-            found = self.prefilled(tiny_models, method, "primary auxiliary")
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-            assert self.of_request.total() == reads and self.of_token.total() == 0
-            few = self.copied.total() - 2 * of_chunk
-            assert copies <= few <= copies + OF_TRANSFORMERS, self.copied
-            assert self.copied_for_token.total() == for_token, self.copied_for_token
-            self.prefilled(tiny_models, method, "primary auxiliary", chunks=4)
-            assert self.of_request.total() == reads
-            assert self.copied.total() == few + 4 * of_chunk, self.copied
+        with pretended(monkeypatch) as self.queue:
+            for chunks, most in ((2, two), (4, four)):
+                found = self.prefilled(tiny_models, method, "primary auxiliary", chunks)
+                if chunks == 2:
+                    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                work = tuple(each.total() for each in self.of_request.values())
+                assert all(m <= n <= m + o for n, m, o in zip(work, most, OF_TRANSFORMERS, strict=True)), work
+                assert self.of_token["copies"].total() == 2 and not self.of_token["stops"]
 
     @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "direct"), ("gemma3", "query_attention")])
     def test_windows_and_caps(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str
     ) -> None:
         expected = self.prefilled(tiny_models, method, primary=primary)
-        with pretended(monkeypatch) as (self.stops, self.copies):
+        with pretended(monkeypatch) as self.queue:
             found = self.prefilled(tiny_models, method, "primary auxiliary", primary=primary)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert self.of_request.total() <= 2 and self.of_token.total() == 0
+        assert self.of_request["stops"].total() <= 2 and not self.of_token["stops"]
 
     def test_prefix_cache(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks are inserted from a cache on the device, and matched into another one."""
@@ -403,7 +399,8 @@ class TestPretendedAccelerator:
 
     def test_finds_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The twin of the tests before: two devices are refused, and what waits or is copied is counted."""
-        with pretended(monkeypatch) as (stops, copies):
+        with pretended(monkeypatch) as queue:
+            stops, copies = queue.stops, queue.copies
             there, here = torch.ones(4, device="cuda"), torch.ones(4)
             assert there.device.type == "cuda" and there[:2].device.type == "cuda"
             for wrong in (lambda: there + here, lambda: here[there.long()], lambda: torch.cat((here, there))):
@@ -416,4 +413,10 @@ class TestPretendedAccelerator:
             there.copy_(here)
             with torch.inference_mode():
                 copied = here.to("cuda"), torch.tensor([1.0], device="cuda"), there[torch.tensor([0, 2])]
-            assert stops.total() == 5 and copies.total() == 1 + len(copied)
+            assert stops.total() == 5 and copies.total() == 1 + len(copied) == queue.blocking.total()
+            kernels = queue.kernels.total()
+            there[:2].view(2, 1).add_(1.0)
+            there.view(2, 2)[:, 0].copy_(here[:2].pin_memory(), non_blocking=True)  # into place by way of new memory
+            assert queue.kernels.total() == kernels + 2 and queue.blocking.total() == 1 + len(copied)
+            there.copy_(here, non_blocking=True)  # waits all the same: its memory is not page-locked
+            assert queue.blocking.total() == 2 + len(copied) and copies.total() == 3 + len(copied)
