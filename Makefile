@@ -78,7 +78,7 @@ VLLM_TESTS ?= integrations/cacheclip-vllm/tests/inside
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . -e ./integrations/cacheclip-serve \
+	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . -e ./integrations/cacheclip-care -e ./integrations/cacheclip-serve \
 		-e ./integrations/cacheclip-vllm -e ./integrations/cacheclip-lab -e ./integrations/cacheclip-ingest -e ./integrations/cacheclip-shared -e ./integrations/cacheclip-testing \
 		-e ./integrations/langchain-cacheclip $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \

@@ -45,6 +45,7 @@ import psutil
 import torch
 import xxhash
 from cacheclip_ingest import Library, LibrarySettings, check_library, library as documents, repair_library
+from cacheclip_rag.store.catalog_care import CatalogCare
 from cacheclip_shared.object_storage import s3_server
 from cacheclip_testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 from transformers.utils.logging import disable_progress_bar
@@ -71,7 +72,6 @@ from cacheclip_rag.store import (
     verify,
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
-from cacheclip_rag.store.catalog_care import CatalogCare
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .base.closing import Closing as Closing
     from .base.errors import is_panic as is_panic
+    from .base.folder import is_file as is_file, open_folder as open_folder
     from .base.keys import json_digest as json_digest
     from .base.machine import processor_name as processor_name
     from .base.paths import (
@@ -64,11 +65,13 @@ if TYPE_CHECKING:
         NamespaceOption as NamespaceOption,
         check_backend as check_backend,
         format_bytes as format_bytes,
+        look_after as look_after,
         parse_bytes as parse_bytes,
         print_json as print_json,
         print_names as print_names,
+        show_done as show_done,
     )
-    from .cli.companions import Companion as Companion
+    from .cli.companions import COMPANIONS as COMPANIONS, Companion as Companion
     from .cli.options import (
         CommandSettings as CommandSettings,
         checked_model as checked_model,
@@ -77,7 +80,6 @@ if TYPE_CHECKING:
         model_place as model_place,
     )
     from .cli.plugins import Commands as Commands
-    from .cli.store import look_after as look_after
     from .cli.tables import Table as Table
     from .fusion.answer import Fused as Fused
     from .fusion.in_order import OrderedRuntime as OrderedRuntime, PlacedKV as PlacedKV, fuse_in_order as fuse_in_order
@@ -94,6 +96,7 @@ __getattr__, _LATE = late_names(
         ),
         "..base.closing": "Closing",
         "..base.errors": "is_panic",
+        "..base.folder": "is_file open_folder",
         "..base.keys": "json_digest",
         "..base.machine": "processor_name",
         "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot write_json",
@@ -102,13 +105,12 @@ __getattr__, _LATE = late_names(
         "..base.urls": "shown_url",
         "..cli": "main",
         "..cli.common": (
-            "ExistingStoreOption JsonOption NamespaceOption check_backend format_bytes parse_bytes print_json "
-            "print_names"
+            "ExistingStoreOption JsonOption NamespaceOption check_backend format_bytes look_after parse_bytes "
+            "print_json print_names show_done"
         ),
-        "..cli.companions": "Companion",
+        "..cli.companions": "COMPANIONS Companion",
         "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place",
         "..cli.plugins": "Commands",
-        "..cli.store": "look_after",
         "..cli.tables": "Table",
         "..fusion.answer": "Fused",
         "..fusion.in_order": "OrderedRuntime PlacedKV fuse_in_order",

@@ -67,6 +67,7 @@ class ConfigurationError(CacheClipError):
 
 
 _FOLDERS = {
+    "care": "cacheclip-care",
     "hot": "cacheclip-shared[hot]",
     "ingest": "cacheclip-ingest",
     "lab": "cacheclip-lab",

@@ -91,6 +91,7 @@ _INSTEAD: dict[tuple[str, str], str] = {
     ("guards", "Certificate GateFigures RatioFigures TurnFigures check_writable"): "that of "
     f"cacheclip_lab.evaluation.certificate, {_INSTALL.format('lab')}",
     ("guards", "verdict_at"): "Verdicts.at",
+    ("store", "clear collect_garbage repair verify"): f"that of cacheclip_care, {_INSTALL.format('care')}",
     ("selection", "FixedStarts Oracle Random"): f"that of cacheclip_lab.comparators, {_INSTALL.format('lab')}",
 }
 NAMES: dict[str, str] = {

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import explain, models, store
+from . import explain, models
 from .common import guarded
 from .options import SettingsCommand
 from .plugins import CommandGroup, CommandLine
@@ -44,10 +44,12 @@ def _options(
     """Answers over your documents, with the first token several times sooner."""
 
 
+store = typer.Typer(cls=CommandGroup, help="The chunk-cache store.", no_args_is_help=True)
+"""Its commands come from other distributions."""
 app.add_typer(models.app, name="models")
-app.add_typer(store.app, name="store")
+app.add_typer(store, name="store")
 app.command("explain-miss", cls=SettingsCommand)(explain.explain_miss)
-app.load_later({"models": models.app, "store": store.app})
+app.load_later({"models": models.app, "store": store})
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from ..base.urls import shown_url
 from .options import existing_store
+
+if TYPE_CHECKING:
+    from ..store import StoreKind
 
 BACKENDS = ("transformers", "vllm")
 """What runs the primary: values of ``--backend``."""
@@ -62,6 +65,31 @@ def print_names(title: str, names: Sequence[object], *, err: bool = False) -> No
         typer.echo(f"{title}: {name}", err=err)
     if len(names) > 20:
         typer.echo(f"{title}: and {len(names) - 20} more (all of them: --json)", err=err)
+
+
+def look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+    """Show what was done in a shared store, also where some tenants could not be looked after."""
+    from cacheclip_rag.store import TenantsError, store_kind
+
+    try:
+        done = run(store_kind(store))
+    except TenantsError as error:
+        show_done({"store": store, **error.found}, as_json)
+        raise
+    show_done({"store": store, **done}, as_json)
+    return done
+
+
+def show_done(done: dict[str, Any], as_json: bool) -> None:
+    """What was done in a shared store."""
+    if as_json:
+        print_json(done)
+        return
+    for name, value in {**done, "store": shown_url(done["store"])}.items():
+        if isinstance(value, list):
+            print_names(name, value)
+        elif not isinstance(value, dict):
+            typer.echo(f"{name.replace('_', ' '):<15}{format_bytes(value) if name == 'bytes' else value}")
 
 
 def format_bytes(count: float) -> str:

@@ -48,6 +48,7 @@ BROUGHT = {
     **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate", "profile", "doctor", "models list"), "lab"),
     **dict.fromkeys(("ingest", "ask", "store remove"), "ingest"),
     "serve": "serve",
+    **dict.fromkeys((f"store {name}" for name in ("stats", "limit", "verify", "repair", "gc", "clear")), "care"),
     **dict.fromkeys(("store create", "store compact"), "shared"),
 }
 """Commands of distributions of this repository, and the extra that installs each."""

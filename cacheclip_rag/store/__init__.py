@@ -31,11 +31,16 @@ if TYPE_CHECKING:
         read_tensors as read_tensors,
         write_tensors as write_tensors,
     )
-    from ..finding.texts import TextIndex as TextIndex, text_row as text_row
+    from ..finding.common_parts import LEAST_SURE as LEAST_SURE
+    from ..finding.texts import TextIndex as TextIndex, TextRow as TextRow, text_row as text_row
     from .ahead import ReadAgain as ReadAgain, ReadAhead as ReadAhead
     from .backend import Backend as Backend, Sink as Sink
-    from .care import clear as clear, collect_garbage as collect_garbage, repair as repair, verify as verify
-    from .catalog import Catalog as Catalog, SqliteCatalog as SqliteCatalog, erase as erase
+    from .catalog import (
+        CATALOG_FILE as CATALOG_FILE,
+        Catalog as Catalog,
+        SqliteCatalog as SqliteCatalog,
+        erase as erase,
+    )
     from .chunk_store import ChunkStore as ChunkStore, is_store as is_store
     from .codecs import (
         CODECS as CODECS,
@@ -58,8 +63,8 @@ if TYPE_CHECKING:
         shape_of as shape_of,
     )
     from .disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE, PAGE_CACHE as PAGE_CACHE, DiskBackend as DiskBackend
-    from .entries import Entry as Entry, Total as Total
-    from .eviction import LEARNED as LEARNED
+    from .entries import COLUMNS as COLUMNS, Entry as Entry, Total as Total, next_row as next_row
+    from .eviction import EVERYONE as EVERYONE, LEARNED as LEARNED
     from .joined import COPIES_BESIDE as COPIES_BESIDE, Joined as Joined, join as join
     from .memory import MemoryBackend as MemoryBackend
     from .opening import (
@@ -84,19 +89,19 @@ __getattr__, __all__ = late_names(
         "..base.keys": "FRAME_VERSION chunk_key is_key text_digest",
         "..base.sqlite_file": "FormatError set_aside",
         "..base.tensor_files": "READ_ERRORS read_tensors write_tensors",
-        "..finding.texts": "TextIndex text_row",
+        "..finding.common_parts": "LEAST_SURE",
+        "..finding.texts": "TextIndex TextRow text_row",
         "ahead": "ReadAgain ReadAhead",
         "backend": "Backend Sink",
-        "care": "clear collect_garbage repair verify",
-        "catalog": "Catalog SqliteCatalog erase",
+        "catalog": "CATALOG_FILE Catalog SqliteCatalog erase",
         "chunk_store": "ChunkStore is_store",
         "codecs": (
             "CODECS KV Frame FrameError KVShape LayerKV LayerShape OtherVersionError StoredKV bytes_of decode_frame "
             "encode_frame frame_bytes keeps layer_of layer_shapes part_of shape_of"
         ),
         "disk": "CAN_DROP_PAGE_CACHE PAGE_CACHE DiskBackend",
-        "entries": "Entry Total",
-        "eviction": "LEARNED",
+        "entries": "COLUMNS Entry Total next_row",
+        "eviction": "EVERYONE LEARNED",
         "joined": "COPIES_BESIDE Joined join",
         "memory": "MemoryBackend",
         "opening": "StoreKind TenantsError open_chunk_store store_kind",

@@ -23,7 +23,7 @@ from .eviction import BATCH, EVERYONE, PROMPTS, Run
 from .limits import StoreLimits
 from .sources import SCHEMA as SOURCES_SCHEMA, Sources
 
-FILE_NAME = "catalog.sqlite3"
+CATALOG_FILE = "catalog.sqlite3"
 VERSION = 4
 """Increase this number when a table changes."""
 
@@ -138,7 +138,7 @@ class Catalog(SqliteCatalog):
     entry_table = "entries"
 
     def __init__(self, folder: Path | None = None) -> None:
-        super().__init__(folder / FILE_NAME if folder is not None else None)
+        super().__init__(folder / CATALOG_FILE if folder is not None else None)
         self.folder = folder
         self.limits = StoreLimits(self.database)
         self.announcements = Announcements(self.database)

@@ -25,7 +25,7 @@ from ..base.folder import is_file
 from ..base.paths import expanded
 from ..base.sqlite_file import FormatError
 from .backend import Backend
-from .catalog import FILE_NAME, Catalog
+from .catalog import CATALOG_FILE, Catalog
 from .codecs import Frame, FrameError
 from .disk import DiskBackend
 from .eviction import PROMPTS
@@ -88,7 +88,7 @@ class ChunkStore(TieredStore):
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
         writer = Writer(folder)
         store = cls(Catalog(folder), Tiers([*memory, DiskBackend(folder, writer)]), max_bytes, writer)
-        if os.path.lexists(folder / FILE_NAME) or os.path.lexists(folder / "kv"):
+        if os.path.lexists(folder / CATALOG_FILE) or os.path.lexists(folder / "kv"):
             with waiting_at_most(ANSWER_WAIT_S):  # the first question may be waiting for it
                 store.sweep(_SWEEP_S)
                 try:
@@ -241,7 +241,7 @@ class ChunkStore(TieredStore):
 def is_store(folder: Path) -> bool:
     """Whether a folder holds a store. Raises StoreError if it holds one of an older format."""
     _refuse_old_format(folder)
-    return is_file(folder / FILE_NAME)
+    return is_file(folder / CATALOG_FILE)
 
 
 def _refuse_old_format(folder: Path) -> None:

@@ -17,8 +17,8 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError, StoreError
 from cacheclip_rag.chunks.batches import in_batches
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.store.care import verify
 from tests.conftest import SENTENCES
+from tests.store.samples import verify
 
 TEXTS = SENTENCES[:4]
 PATIENCE_S = 20.0

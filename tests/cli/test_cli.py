@@ -197,11 +197,13 @@ class TestWithoutGuests:
         command = [sys.executable, "-c", program, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    @pytest.mark.parametrize("command", ["ingest", "store remove"])
-    def test_a_command_of_one_says_what_to_install(self, command: str) -> None:
+    @pytest.mark.parametrize(("command", "owner"), [("ingest", "ingest"), ("store verify", "care")])
+    def test_a_command_of_one_says_what_to_install(self, command: str, owner: str) -> None:
         done = self.run(*command.split(), "--help")
         assert (done.returncode, done.stdout) == (1, "")
-        assert f"cacheclip {command} is not installed" in done.stderr and "integrations/cacheclip-ingest" in done.stderr
+        assert (
+            f"cacheclip {command} is not installed" in done.stderr and f"integrations/cacheclip-{owner}" in done.stderr
+        )
 
     def test_no_command_of_one_is_forgotten(self) -> None:
         """Each that the distributions of this repository bring is known with what installs it."""
@@ -226,12 +228,6 @@ class TestWithoutGuests:
         (tmp_path / "a.toml").write_text("[ingest]\noverlap_tokens = 1")
         with pytest.raises(MissingExtraError, match=r"what checks \[ingest\] is not installed"):
             options.read_settings(tmp_path / "a.toml", {})
-
-    def test_care_of_a_store(self, stored: Path) -> None:
-        stats = json.loads(self.run("store", "stats", "--store", stored, "--json").stdout)
-        assert stats["documents"] == stats["passages"] == 0 < stats["entries"]
-        repaired = self.run("store", "repair", "--store", stored, "--json")
-        assert repaired.returncode == 0 and json.loads(repaired.stdout)["library"] == []
 
 
 class TestStoreCommands:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
-from cacheclip_rag.store import TenantStore, chunk_key
+import torch
+from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify  # noqa: F401
+
+from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key
 
 TOKENS = 4
 
@@ -27,3 +30,37 @@ def put(store: TenantStore, *numbers: int, tokens: int = TOKENS) -> None:
 def is_intact(store: TenantStore, number: int, tokens: int = TOKENS) -> bool:
     got = store.get(key(number, store.namespace))
     return got is not None and torch.equal(got.tensor(), kv(number, tokens))
+
+
+def opened(folder: Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> TenantStore:
+    """Tenant t of a store."""
+    return TenantStore(ChunkStore.open(folder, max_bytes, memory_bytes), "t")
+
+
+def path_of(folder: Path, number: int, namespace: str = "t") -> Path:
+    """Payload file of an entry in the store ``folder``."""
+    name = key(number, namespace)
+    return folder / "kv" / name[:2] / f"{name}.kv"
+
+
+def payload_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kv/*/*"))
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Bytes that payloads and temporary files take, as the file system says."""
+    total = 0
+    for path in (*folder.glob("kv/*/*"), *folder.glob("tmp/*")):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:  # completed or evicted just now
+            continue
+    return total
+
+
+def totals_are_right(store: TenantStore | ChunkStore) -> bool:
+    """Whether the totals that the catalog keeps are those that are counted anew, of every tenant."""
+    catalog = store.catalog
+    kept = catalog.total(), catalog.tenants()
+    CatalogCare(catalog.database).count_again()
+    return kept == (catalog.total(), catalog.tenants())

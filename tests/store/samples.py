@@ -10,24 +10,18 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from store_entries import TOKENS, is_intact, key, kv, put  # noqa: F401
+from store_entries import *  # noqa: F403
+from store_entries import TOKENS, key, kv
 
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import ChunkStore, TenantStore, encode_frame, text_digest
-from cacheclip_rag.store.catalog_care import CatalogCare
+from cacheclip_rag.store import encode_frame, text_digest
 
 BLOCK = 4096
 """Bytes of a disk block."""
-
-
-def opened(folder: Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> TenantStore:
-    """Tenant t of a store."""
-    return TenantStore(ChunkStore.open(folder, max_bytes, memory_bytes), "t")
 
 
 def frame(number: int, tokens: int = TOKENS) -> bytearray:
@@ -45,35 +39,6 @@ def size(tokens: int = TOKENS) -> int:
 def blocks(tokens: int = TOKENS) -> int:
     """Bytes of such a payload on disk."""
     return -(-size(tokens) // BLOCK) * BLOCK
-
-
-def path_of(folder: Path, number: int, namespace: str = "t") -> Path:
-    """Payload file of an entry in the store ``folder``."""
-    name = key(number, namespace)
-    return folder / "kv" / name[:2] / f"{name}.kv"
-
-
-def payload_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("kv/*/*"))
-
-
-def bytes_on_disk(folder: Path) -> int:
-    """Bytes that payloads and temporary files take, as the file system says."""
-    total = 0
-    for path in (*folder.glob("kv/*/*"), *folder.glob("tmp/*")):
-        try:
-            total += path.lstat().st_blocks * 512
-        except FileNotFoundError:  # completed or evicted just now
-            continue
-    return total
-
-
-def totals_are_right(store: TenantStore | ChunkStore) -> bool:
-    """Whether the totals that the catalog keeps are those that are counted anew, of every tenant."""
-    catalog = store.catalog
-    kept = catalog.total(), catalog.tenants()
-    CatalogCare(catalog.database).count_again()
-    return kept == (catalog.total(), catalog.tenants())
 
 
 def run(program: str | Callable[[], object]) -> subprocess.CompletedProcess[str]:

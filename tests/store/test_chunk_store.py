@@ -15,10 +15,10 @@ from cacheclip_testing.backends import problems_in_threads
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, TenantStore, Tiers, is_store, text_digest
 from cacheclip_rag.store.catalog import Catalog
-from cacheclip_rag.store.catalog_care import CatalogCare
 from tests.store.samples import (
     BLOCK,
     TOKENS,
+    CatalogCare,
     blocks,
     bytes_on_disk,
     full_disk,

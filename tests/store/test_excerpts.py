@@ -19,7 +19,7 @@ from cacheclip_rag.finding import search
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
-from cacheclip_rag.store.catalog_care import CatalogCare
+from tests.store.samples import CatalogCare
 from tests.store.test_folding import FORMS, LANGUAGES
 
 

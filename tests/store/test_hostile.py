@@ -24,9 +24,8 @@ from cacheclip_rag.base.folder import open_folder
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
 from cacheclip_rag.store.ahead import LayerReads
-from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from tests.conftest import some_of
-from tests.store.samples import frame, is_intact, key, kv, opened, path_of, put
+from tests.store.samples import clear, collect_garbage, frame, is_intact, key, kv, opened, path_of, put, repair, verify
 
 PLACES = ["kv", "kv/ab", "tmp", "writers", "unknown", "chunks"]
 """Folders of a store."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheclip_rag.store import ChunkStore, TenantStore
+from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import blocks, key, kv, opened, put, size, totals_are_right
 
 SMALL, LARGE = 4, 600
@@ -82,3 +86,26 @@ def test_writes_under_way_count_for_both(quota: int | None, limit: int | None) -
     assert bounded == (second is None)
     if bounded and third is None:
         assert catalog.announcements.reserve("t", key(2), 2, "", lambda keys: None)[0] is not None
+
+
+def test_eviction_ends_if_nothing_can_be_removed() -> None:
+    class Stubborn:
+        """A table whose rows cannot be deleted, as with an index of other keys."""
+
+        def __init__(self) -> None:
+            self.database = sqlite3.connect(":memory:", isolation_level=None)
+            self.database.executescript("CREATE TABLE quotas (namespace, bytes); CREATE TABLE meta (name, value);")
+            self.database.executescript("CREATE TABLE entries (key, namespace, digest, bytes, last_use);")
+            self.database.executescript("CREATE TABLE totals (namespace, entries, bytes);")
+            self.database.executescript("CREATE TABLE sources (namespace, source, digest);")
+            self.database.execute("INSERT INTO meta VALUES ('max_bytes', 100)")
+            self.database.execute("INSERT INTO entries VALUES (?, 't', NULL, 500, 1)", (key(1),))
+            self.database.execute("INSERT INTO totals VALUES ('t', 1, 500), ('', 1, 500)")
+
+        def __call__(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:
+            kept = sql.replace("DELETE FROM entries WHERE", "DELETE FROM entries WHERE 0 AND")
+            return self.database.execute(kept, arguments)
+
+    run = Stubborn()
+    assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
+    run.database.close()

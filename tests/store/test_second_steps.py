@@ -21,9 +21,8 @@ from store_steps import CHANGES, Steps, counted_catalogs, failing
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import ChunkStore, TenantStore, catalog, chunk_key, eviction
-from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.store.reading_pool import in_order
-from tests.store.samples import BLOCK, totals_are_right
+from tests.store.samples import BLOCK, clear, collect_garbage, repair, totals_are_right, verify
 
 TOKENS = 4
 

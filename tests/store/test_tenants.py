@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.texts import TextIndex, TextMatch, text_row
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode_frame, text_digest
 from cacheclip_rag.store.ahead import LayerReads
@@ -20,7 +21,7 @@ from cacheclip_rag.store.entries import Entry, Total
 from cacheclip_rag.store.eviction import LEARNED, make_room
 from cacheclip_rag.store.limits import StoreLimits
 from cacheclip_rag.store.sources import Sources
-from tests.store.samples import is_intact, key, kv, path_of
+from tests.store.samples import is_intact, key, kv, opened, path_of, verify
 
 TEXTS = {
     number: f"Page {number}. " + " ".join(f"In the year {number * 1000 + line} the lamp was lit." for line in range(6))
@@ -244,3 +245,21 @@ class TestWhoLosesWhat:
             expected = self.brute_force(held, limit, writing, size)
             assert {name: catalog.keys(name) for name in held} == expected, seed
             assert fits and len(evicted) == count == number - sum(map(len, expected.values())), seed
+
+
+def test_a_text_that_is_stored_while_it_is_released_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["It is stored again while it is released.", "It is released."]
+    store = opened(tmp_path)
+    for number, text in enumerate(texts, 1):
+        store.put(key(number), kv(number), "float32", text=text)
+    library = ChunkTexts(store)
+    remove = store.index.remove
+
+    def stored_meanwhile(gone: list[str]) -> None:
+        opened(tmp_path).put(key(1), kv(1), "float32", text=texts[0])
+        remove(gone)
+
+    monkeypatch.setattr(store.index, "remove", stored_meanwhile)
+    assert library.release(texts) == 2
+    assert is_intact(store, 1) and library.index.known(texts[0]) and not library.index.known(texts[1])
+    assert verify(tmp_path).is_clean

@@ -15,9 +15,20 @@ from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore, codecs
 from cacheclip_rag.store.ahead import LayerReads
-from cacheclip_rag.store.care import collect_garbage, repair, verify
 from tests.conftest import some_of
-from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
+from tests.store.samples import (
+    collect_garbage,
+    failing,
+    is_intact,
+    key,
+    opened,
+    path_of,
+    put,
+    repair,
+    run,
+    totals_are_right,
+    verify,
+)
 
 NUMBERS = range(1, 7)
 ERRORS: dict[str, Callable[[], BaseException]] = {

@@ -19,8 +19,7 @@ from cacheclip_rag.base import database
 from cacheclip_rag.base.database import ANSWER_WAIT_S, waiting_at_most
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.store.care import verify
-from tests.store.samples import is_intact, key, opened, path_of, put, run, totals_are_right
+from tests.store.samples import is_intact, key, opened, path_of, put, run, totals_are_right, verify
 
 TEXTS = [f"Page {n} says that the keeper of lighthouse number {n} wrote down the hour and the wind." for n in range(4)]
 SHORT = SamplingParams(max_tokens=2)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_care import verify
 from cacheclip_ingest.library import Library
 from cacheclip_testing import SENTENCES
 from ingest_cases import LetterEmbedder, Workshop
 from planted_faults import Broken, Fault
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.store import ChunkStore, TenantStore, text_row, verify
+from cacheclip_rag.store import ChunkStore, TenantStore, text_row
 
 NAMES = ["a.txt", "b.txt", "c.txt"]
 STEPS: list[tuple[Callable[[Workshop], Any], str, int]] = [

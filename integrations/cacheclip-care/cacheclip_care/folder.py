@@ -11,23 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ..base.database import may_be_whole
-from ..base.errors import StoreError
-from ..base.folder import is_file, open_folder
-from ..base.keys import is_key
-from ..base.progress import progress_bar
-from ..base.sqlite_file import set_aside
-from ..finding.common_parts import LEAST_SURE
-from ..finding.texts import TextIndex
-from .catalog import FILE_NAME, Catalog
-from .catalog_care import CatalogCare
-from .chunk_store import ChunkStore
-from .codecs import Frame, FrameError, OtherVersionError
-from .disk import DiskBackend
-from .entries import Entry
-from .eviction import LEARNED
+from cacheclip_rag import StoreError
+from cacheclip_rag.plugins import is_file, open_folder, progress_bar
+from cacheclip_rag.store import (
+    CATALOG_FILE,
+    LEARNED,
+    LEAST_SURE,
+    Catalog,
+    ChunkStore,
+    DiskBackend,
+    Entry,
+    Frame,
+    FrameError,
+    OtherVersionError,
+    TenantStore,
+    TextIndex,
+    is_key,
+    may_be_whole,
+    set_aside,
+)
+
+from .catalog import CatalogCare
 from .reports import RepairReport, VerifyReport
-from .tenant import TenantStore
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -331,14 +336,14 @@ def _rows(store: ChunkStore) -> CatalogCare:
 
 
 def _check_is_store(folder: Path) -> None:
-    if not os.path.lexists(folder / FILE_NAME) and not (folder / "kv").is_dir():
+    if not os.path.lexists(folder / CATALOG_FILE) and not (folder / "kv").is_dir():
         raise StoreError(
             f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
         )
 
 
 def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
-    catalog, path = Catalog(folder), folder / FILE_NAME
+    catalog, path = Catalog(folder), folder / CATALOG_FILE
     try:
         if not os.path.lexists(path) or (is_file(path) and not catalog.database.check()):
             return
@@ -348,7 +353,7 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         logger.warning("the catalog is made anew: %s", error)
     finally:
         catalog.close()
-    aside = set_aside(folder, FILE_NAME)
+    aside = set_aside(folder, CATALOG_FILE)
     report.moved_files.append(aside)
     CatalogCare(catalog.database).salvage(folder / aside)
     catalog.close()

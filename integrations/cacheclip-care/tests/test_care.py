@@ -16,18 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_ingest.library import Library
+from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify
+from cacheclip_ingest import Library
+from store_entries import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 from typing_extensions import Buffer
 
-from cacheclip_rag.base.database import Database
-from cacheclip_rag.base.errors import ConfigurationError, StoreError
-from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.finding.common_parts import TextMatch
-from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
-from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
-from cacheclip_rag.store.catalog_care import CatalogCare
-from cacheclip_rag.store.eviction import make_room
-from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
+from cacheclip_rag import ConfigurationError, StoreError
+from cacheclip_rag.store import Catalog, ChunkStore, Database, TenantStore
 
 LONG = "text number {} is long enough to be found in a prompt"
 
@@ -379,21 +374,6 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
     assert clear(folder) == 5 and payload_files(folder) == []
 
 
-def test_a_text_that_is_stored_while_it_is_released_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(folder)
-    library = ChunkTexts(store)
-    remove = store.index.remove
-
-    def stored_meanwhile(texts: list[str]) -> None:
-        opened(folder).put(key(1), kv(1), "float32", text=LONG.format(1))
-        remove(texts)
-
-    monkeypatch.setattr(store.index, "remove", stored_meanwhile)
-    assert library.release([LONG.format(1), LONG.format(2)]) == 2
-    assert is_intact(store, 1) and library.index.known(LONG.format(1)) and not library.index.known(LONG.format(2))
-    assert verify(folder).is_clean
-
-
 def test_what_is_written_after_its_tenant_was_dropped_outlives_an_older_write(folder: Path) -> None:
     store, other = ChunkStore.open(folder), ChunkStore.open(folder)
     writing = store.tiers.put
@@ -448,29 +428,6 @@ def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> Non
     setattr(owner, name, Repeating(None, "", 1))
     with pytest.raises(StoreError, match="out of order"):
         deque(itertools.islice(reading(), 1000), maxlen=0)
-
-
-def test_eviction_ends_if_nothing_can_be_removed() -> None:
-    class Stubborn:
-        """A table whose rows cannot be deleted, as with an index of other keys."""
-
-        def __init__(self) -> None:
-            self.database = sqlite3.connect(":memory:", isolation_level=None)
-            self.database.executescript("CREATE TABLE quotas (namespace, bytes); CREATE TABLE meta (name, value);")
-            self.database.executescript("CREATE TABLE entries (key, namespace, digest, bytes, last_use);")
-            self.database.executescript("CREATE TABLE totals (namespace, entries, bytes);")
-            self.database.executescript("CREATE TABLE sources (namespace, source, digest);")
-            self.database.execute("INSERT INTO meta VALUES ('max_bytes', 100)")
-            self.database.execute("INSERT INTO entries VALUES (?, 't', NULL, 500, 1)", (key(1),))
-            self.database.execute("INSERT INTO totals VALUES ('t', 1, 500), ('', 1, 500)")
-
-        def __call__(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:
-            kept = sql.replace("DELETE FROM entries WHERE", "DELETE FROM entries WHERE 0 AND")
-            return self.database.execute(kept, arguments)
-
-    run = Stubborn()
-    assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
-    run.database.close()
 
 
 class TestFlippedBits:
@@ -560,7 +517,8 @@ class TestPartsOfTexts:
         (folder / "catalog.sqlite3").unlink()
         assert repair(folder).found_whole_only == 2
         texts = TenantStore(ChunkStore.open(folder), "t").index
-        assert [texts.find(text) for text in self.TEXTS] == [[TextMatch(0, len(text))] for text in self.TEXTS]
+        whole = [[(match.start, match.stop, match.of) for match in texts.find(text)] for text in self.TEXTS]
+        assert whole == [[(0, len(text), None)] for text in self.TEXTS]
         assert self.found(folder) == [False, False]
         texts.add(self.TEXTS[:1])
         assert self.found(folder) == [True, False] and repair(folder).found_whole_only == 1

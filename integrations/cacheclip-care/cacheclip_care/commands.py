@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..base.errors import ConfigurationError
-from ..base.paths import expanded, is_url
-from ..base.urls import shown_url
-from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, parse_bytes, print_json, print_names
-from .companions import COMPANIONS
-from .options import existing_folder
-from .plugins import CommandGroup
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import (
+    COMPANIONS,
+    Commands,
+    ExistingStoreOption,
+    JsonOption,
+    NamespaceOption,
+    existing_folder,
+    expanded,
+    format_bytes,
+    is_url,
+    look_after,
+    parse_bytes,
+    print_json,
+    print_names,
+    show_done,
+)
 
 if TYPE_CHECKING:
-    from ..store import StoreKind
-    from ..store.reports import RepairReport
-
-app = typer.Typer(cls=CommandGroup, help="The chunk-cache store.", no_args_is_help=True)
+    from .reports import RepairReport
 
 
-def look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
-    """Show what was done in a shared store, also where some tenants could not be looked after."""
-    from ..store import TenantsError, store_kind
-
-    try:
-        done = run(store_kind(store))
-    except TenantsError as error:
-        _show({"store": store, **error.found}, as_json)
-        raise
-    _show({"store": store, **done}, as_json)
-    return done
+def register(commands: Commands) -> None:
+    """Called by the command line of the core, which found this function by its entry point."""
+    for command in (stats, limit, verify, repair, gc, clear):
+        commands.add(f"store {command.__name__}", command)
 
 
-def _show(done: dict[str, Any], as_json: bool) -> None:
-    """What was done in a shared store."""
-    if as_json:
-        print_json(done)
-        return
-    for name, value in {**done, "store": shown_url(done["store"])}.items():
-        if isinstance(value, list):
-            print_names(name, value)
-        elif not isinstance(value, dict):
-            typer.echo(f"{name.replace('_', ' '):<15}{format_bytes(value) if name == 'bytes' else value}")
-
-
-@app.command("stats")
 def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
     if is_url(store):
         look_after(store, lambda kind: kind.stats(store), as_json)
         return
-    from ..store.care import count_learned, open_store
+    from .folder import count_learned, open_store
 
     folder = expanded(store)
     opened = open_store(folder)
@@ -78,7 +64,6 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         typer.echo(f"{name:<14}{count}")
 
 
-@app.command("limit")
 def limit(
     store: ExistingStoreOption,
     max_bytes: Annotated[
@@ -90,12 +75,12 @@ def limit(
     """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it; in a shared store,
     which has limits of tenants only, gc does."""
     if is_url(store) and namespace is not None:
-        from ..store import store_kind
+        from cacheclip_rag.store import store_kind
 
         store_kind(store).set_quota(store, namespace, max_bytes or None)
-        _show({"store": store, "namespace": namespace, "max_bytes": max_bytes or None}, as_json)
+        show_done({"store": store, "namespace": namespace, "max_bytes": max_bytes or None}, as_json)
         return
-    from ..store.care import open_store
+    from .folder import open_store
 
     opened = open_store(expanded(existing_folder(store)))
     wanted = max_bytes or None
@@ -106,7 +91,6 @@ def limit(
         typer.echo(f"limit {format_bytes(max_bytes) if wanted else 'none'}; {evicted} chunk caches evicted")
 
 
-@app.command("verify")
 def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing in a folder;
     in a shared store, what is damaged is deleted, and will be computed again."""
@@ -115,7 +99,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         if done["damaged"] or done["missing"]:
             raise typer.Exit(1)
         return
-    from ..store.care import verify as run
+    from .folder import verify as run
 
     folder = expanded(store)
     report = run(folder)
@@ -141,11 +125,10 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("repair")
 def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Delete what is damaged, and make catalog and files agree. What cannot be read stays; exit code 1 if there is any.
     Stop other users of the store before."""
-    from ..store.care import repair as run
+    from .folder import repair as run
 
     folder = expanded(existing_folder(store))
     report = run(folder)
@@ -175,7 +158,6 @@ def _show_repair(report: RepairReport, done_beside: list[str]) -> None:
     print_names("documents", done_beside)
 
 
-@app.command("gc")
 def gc(
     store: ExistingStoreOption,
     grace: Annotated[
@@ -187,7 +169,7 @@ def gc(
     if is_url(store):
         look_after(store, lambda kind: kind.gc(store, grace), as_json)
         return
-    from ..store.care import collect_garbage
+    from .folder import collect_garbage
 
     gone = collect_garbage(expanded(store))
     if as_json:
@@ -199,7 +181,6 @@ def gc(
     )
 
 
-@app.command("clear")
 def clear(
     store: ExistingStoreOption,
     source: Annotated[
@@ -211,7 +192,7 @@ def clear(
     as_json: JsonOption = False,
 ) -> None:
     """Delete all chunk caches, texts and sources, or those of one tenant. Documents of ingest stay."""
-    from ..store.care import clear as run
+    from .folder import clear as run
 
     folder = expanded(existing_folder(store))
     what = f"of tenant {namespace!r}" if namespace is not None else "of all tenants"

@@ -8,12 +8,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from ..base.database import Database
-from ..base.errors import StoreError
-from ..base.folder import is_file
-from ..finding.texts import TextRow
-from .entries import COLUMNS, Entry, Total, next_row
-from .eviction import BATCH, EVERYONE
+from cacheclip_rag import StoreError
+from cacheclip_rag.plugins import is_file
+from cacheclip_rag.store import COLUMNS, EVERYONE, Database, Entry, TextRow, Total, next_row
 
 _COUNTED = "FROM (SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes)"
 _NO_NAME = "typeof({0}) != 'text' OR NOT is_text(CAST({0} AS BLOB))"
@@ -40,7 +37,7 @@ class CatalogCare:
     """Rows of all tenants: whether they make sense, and agree."""
 
     def __init__(self, database: Database) -> None:
-        """``database``: of a :class:`~.catalog.Catalog`."""
+        """``database``: of a :class:`~cacheclip_rag.store.Catalog`."""
         self._database = database
 
     def entries(self) -> Iterator[Entry]:
@@ -118,7 +115,7 @@ class CatalogCare:
             return
         for table, condition in copied.items():
             rows = self._database.file.rows_of_another(path, f"SELECT * FROM {table} {condition}", table)
-            while batch := [*islice(rows, BATCH)]:
+            while batch := [*islice(rows, 256)]:
                 with suppress(StoreError), self._database.transaction() as run:
                     for row in batch:
                         with suppress(sqlite3.Error):  # a row may be damaged too
