@@ -38,8 +38,8 @@ class PrefixKV:
 
     @cached_property
     def kv(self) -> torch.Tensor:
-        """Computed or read once: :attr:`ChunkCaches.num_prefix` tokens."""
-        return self._read_or_encode()
+        """Computed or read once, and kept on the model's device: :attr:`ChunkCaches.num_prefix` tokens."""
+        return self._read_or_encode().to(self._caches.runtime.device)
 
     @property
     def is_known(self) -> bool:

@@ -28,6 +28,7 @@ from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..selection.budget import Budget, TokenBudget
 from ..selection.scorers import Scorer
 from ..selection.views import CacheView, PromptView
+from ..store import upload
 from .base import Method
 
 
@@ -229,5 +230,5 @@ class Chunks:
         of_kept = of_rows[kept]
         means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
         parts = rows[kept], at[kept], means, chunk_of_slot
-        self._last = slots, device, Split(self.start, self.stop, *(part.to(device) for part in parts))
+        self._last = slots, device, Split(self.start, self.stop, *(upload(part, device) for part in parts))
         return self._last[2]

@@ -25,7 +25,7 @@ from ..runtime.base import Runtime, TokenizedText
 from ..runtime.transformers.attention_pattern import AttentionPattern, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
-from ..store import KV, ReadAhead, part_of
+from ..store import KV, ReadAhead, part_of, upload
 from .heads import HeadSet
 from .scorers.auxiliary_attention import AuxiliaryAttention
 from .scorers.base import pick_layers
@@ -270,8 +270,8 @@ def score_chunks(
         if heads is None or hidden is None:
             reduced = weights.mean(0) / len(chosen)
         else:
-            weights = weights.masked_fill_(hidden.to(weights.device), float("-inf")).softmax(-1)
-            counts = heads.weights_of(layer).to(weights.device)
+            weights = weights.masked_fill_(upload(hidden, weights.device), float("-inf")).softmax(-1)
+            counts = upload(heads.weights_of(layer), weights.device)
             # a window may hide every chunk from a row
             reduced = (weights.nan_to_num() * counts[:, None, None]).sum(0)
         scores.add_(reduced.mean(0).to(scores.device))
@@ -298,8 +298,8 @@ class PackedChunks:
     slots: torch.Tensor
     lengths: list[int]
     """Tokens of each chunk."""
-    fill: Callable[[int], None]
-    """Writes the KV of one layer into the cache. :meth:`run` does so."""
+    fills: tuple[Callable[[int], None], ...]
+    """Together they write the KV of one layer into the cache. :meth:`run` calls them."""
 
     def run(
         self,
@@ -314,7 +314,8 @@ class PackedChunks:
         def fill(layer: int) -> None:
             if before_layer is not None:
                 before_layer(layer)
-            self.fill(layer)
+            for write in self.fills:
+                write(layer)
             if after_layer is not None:
                 after_layer(layer)
 
@@ -324,7 +325,7 @@ class PackedChunks:
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
         flat = found.permute(1, 2, 0, 3).flatten(2)
-        return flat.index_select(2, self.places[number].to(flat.device))
+        return flat.index_select(2, upload(self.places[number], flat.device))
 
     def sinks(self, count: int) -> torch.Tensor:
         """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each that has others."""
@@ -365,27 +366,16 @@ def pack_chunks(
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
     cache.positions = torch.from_numpy(position_of_slot)
-    fill_chunks = cache.filling(zip(begins.tolist(), chunks, strict=True))
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
-    fill_prefixes = cache.repeating(prefix, copies, position=0)
-    padded = np.concatenate([block.padding.numpy() for block in blocks])
-    before = begins - num_prefix
-    empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])
-    unused = {device: torch.from_numpy(empty).to(device) for device in set(auxiliary.layer_devices)}
-
-    def fill(layer: int) -> None:
-        fill_chunks(layer)
-        fill_prefixes(layer)
-        if len(empty):
-            of_layer = cache.layers[layer]
-            for kv in (of_layer.keys, of_layer.values):
-                kv.index_fill_(2, unused[of_layer.device], 0)
-
+    fills = (
+        cache.filling(zip(begins.tolist(), chunks, strict=True)),
+        cache.repeating(prefix, copies, position=0),
+    )
     ids = torch.tensor(list(question_ids) * len(lengths))
     of_question = np.arange(num_question)
     positions = torch.from_numpy((sizes[:, None] + num_prefix + of_question).flatten())
     slots = torch.from_numpy((ends[:, None] + of_question).flatten())
-    return PackedChunks(cache, blocks, places, ids, positions, slots, list(lengths), fill)
+    return PackedChunks(cache, blocks, places, ids, positions, slots, list(lengths), fills)
 
 
 def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         layer_shapes as layer_shapes,
         part_of as part_of,
         shape_of as shape_of,
+        upload as upload,
     )
     from .disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE, PAGE_CACHE as PAGE_CACHE, DiskBackend as DiskBackend
     from .entries import COLUMNS as COLUMNS, Entry as Entry, Total as Total, next_row as next_row
@@ -97,7 +98,7 @@ __getattr__, __all__ = late_names(
         "chunk_store": "ChunkStore is_store",
         "codecs": (
             "CODECS KV Frame FrameError KVShape LayerKV LayerShape OtherVersionError StoredKV bytes_of decode_frame "
-            "encode_frame frame_bytes keeps layer_of layer_shapes part_of shape_of"
+            "encode_frame frame_bytes keeps layer_of layer_shapes part_of shape_of upload"
         ),
         "disk": "CAN_DROP_PAGE_CACHE PAGE_CACHE DiskBackend",
         "entries": "COLUMNS Entry Total next_row",

@@ -579,6 +579,13 @@ def new_memory(num_bytes: int) -> memoryview:
     return memoryview(memory)
 
 
+def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A small tensor on a device. A tensor of the CPU goes to a GPU without waiting for the GPU's queue."""
+    if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def checked_frame(frame: Frame, shape: Sequence[int] | None) -> Frame:
     """The frame. Raises FrameError if its KV has another shape."""
     if shape is not None and (frame.shape != tuple(shape) or frame.layers != layer_shapes(shape)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import ConfigurationError
 from .backend import Backend
+from .codecs import new_memory, pins_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -26,7 +27,7 @@ class MemoryBackend(Backend):
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = check_limit(max_bytes)
-        self._payloads: OrderedDict[str, bytearray] = OrderedDict()
+        self._payloads: OrderedDict[str, memoryview] = OrderedDict()
         self.num_bytes = 0
         """Bytes held."""
         self.evictions = 0
@@ -47,7 +48,10 @@ class MemoryBackend(Backend):
         if self._max_bytes is not None and size > self._max_bytes:
             self.delete([key])  # an older version must not be read any more
             return
-        own = bytearray(data)  # the caller's buffer may be a mapped file, or change later
+        # of its own: the caller's buffer may be a mapped file, or change later. A GPU copies from page-locked memory
+        # without waiting
+        own = memoryview(new_memory(size) if pins_memory() else bytearray(size))
+        own[:] = memoryview(data).cast("B")
         with self._lock:
             self._remove(key)
             self._payloads[key] = own

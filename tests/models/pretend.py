@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag.runtime.transformers import attention, attention_pattern
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.store import ahead, codecs
+from cacheclip_rag.store import ahead, codecs, memory
 
 __all__ = ["CUDA", "Pretended", "Queue", "move", "pretended"]
 
@@ -337,7 +337,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, as_on_cpu: bool = True) -> Ite
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: queue.lock(self.clone()))
-    for module in (codecs, ahead):
+    for module in (codecs, ahead, memory):
         monkeypatch.setattr(module, "pins_memory", lambda: True)
         monkeypatch.setattr(module, "new_memory", new_memory)
     for name in ("scaled_dot_product_attention", "sdpa_attention_forward"):

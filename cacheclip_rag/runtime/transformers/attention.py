@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...base.errors import UnsupportedModelError
+from ...store import upload
 from .attention_pattern import AttentionPattern, AttentionRule, Block, PassEnded, SideBySide, causal_pattern
 
 ATTENTION_NAME = "cacheclip"
@@ -170,7 +171,7 @@ def _of_heads(
     query: torch.Tensor, key: torch.Tensor, rule: AttentionRule, heads: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionRule]:
     """Queries of some heads, each with the keys of its group, and their rule."""
-    numbers = torch.tensor(heads, device=query.device)
+    numbers = upload(torch.tensor(heads), query.device)
     sinks = None if rule.sinks is None else rule.sinks.index_select(0, numbers.to(rule.sinks.device))
     own = numbers // (len(query) // len(key))
     return query.index_select(0, numbers), key.index_select(0, own), replace(rule, sinks=sinks)
@@ -326,7 +327,7 @@ def _additive_mask(
         return None
 
     def make() -> torch.Tensor:
-        positions = block.positions.to(query.device)
+        positions = upload(block.positions, query.device)
         # the kernels of a GPU copy a mask whose width they do not like
         width = num_keys - skipped + (-(num_keys - skipped) % _ALIGNED if query.device.type == "cuda" else 0)
         slots = torch.arange(skipped, skipped + width, device=query.device)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...store import upload
 from .rotary import Tables
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0, "per_layer_input": 1}
@@ -101,7 +102,7 @@ class Block:
     @classmethod
     def of(cls, rows: slice, keys: slice, positions: torch.Tensor, device: torch.device | None = None) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        return cls(rows, keys, positions.to(device or "cpu"), int(positions[0]))
+        return cls(rows, keys, upload(positions, device or "cpu"), int(positions[0]))
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there, and kept if there is room for it."""
@@ -156,7 +157,7 @@ class SideBySide:
             if (before := rule.hides(slots - padding, own - padding)) is not None:
                 unseen = unseen | before
             mask = torch.zeros(unseen.shape, dtype=like.dtype).masked_fill_(unseen, float("-inf"))
-            self.masks[known] = mask[:, None].repeat(1, 1, repeats, 1).to(like.device)
+            self.masks[known] = upload(mask[:, None].repeat(1, 1, repeats, 1), like.device)
         return self.masks[known]
 
 
@@ -206,7 +207,7 @@ def causal_pattern(slots: torch.Tensor, device: torch.device | None = None) -> A
     """Pattern in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
     increasing, best on the CPU; ``device``: where the attention will run."""
     blocks, masks = [], Masks()
-    placed = slots if device is None else slots.to(device)  # one copy to an accelerator for all blocks
+    placed = slots if device is None else upload(slots, device)  # one copy to an accelerator for all blocks
     size = rows_per_block(int(slots[-1]) + 1 if len(slots) else 0, device)
     for start in range(0, len(slots), size):
         rows = slots[start : start + size]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...store import KV, LayerKV, join, layer_of
+from ...store import KV, LayerKV, join, layer_of, upload
 from ..base import KVPart, KVSource
 from .rotary import ModelRotary, Tables, changed, rotate, unrotate
 
@@ -40,15 +40,17 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
         shares: FusedLayer | None = None,
+        is_zero: bool = False,
     ):
         """``widths``: number of heads, widths of keys and values. ``shares``: a layer of the same widths whose memory
-        this one uses, too."""
+        this one uses, too. ``is_zero``: it begins with zeros."""
         super().__init__()
         self.dtype, self.device, self.is_initialized = dtype, device, True
         if shares is None:
             heads, *of_both = widths
+            make = torch.zeros if is_zero else torch.empty
             self._keys, self._values = (
-                torch.empty(1, heads, capacity, width, dtype=dtype, device=device) for width in of_both
+                make(1, heads, capacity, width, dtype=dtype, device=device) for width in of_both
             )
         else:
             self._keys, self._values = shares._keys, shares._values
@@ -217,7 +219,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Per layer the rotary tables of slots at their positions: rows of :attr:`tables`, if there are some."""
         if not self.tables:
             return self.rotary.tables(slots if self.positions is None else self.positions[slots])
-        rows = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
+        rows = {device: upload(slots, device) for device in {layer.device for layer in self.layers}}
         return changed(self.tables, lambda table: table.index_select(0, rows[table.device]))
 
     def fill(self, kv: KV, *, slot: int, position: int) -> None:
@@ -248,7 +250,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             source = torch.zeros(length - first, dtype=torch.int64)
             source[slots - first] = torch.arange(len(slots))
             self.extend_to(length)
-            sources = {device: source.to(device) for device in {layer.device for layer in self.layers}}
+            sources = {device: upload(source, device) for device in {layer.device for layer in self.layers}}
             groups.append((joined, first, tables, sources))
 
         def write(number: int) -> None:
@@ -267,7 +269,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         if not slots.numel():
             return lambda number: None
         tables = self.rotary.tables(torch.arange(position, position + kv.shape[3]))
-        places = {device: slots.flatten().to(device) for device in {layer.device for layer in self.layers}}
+        places = {device: upload(slots.flatten(), device) for device in {layer.device for layer in self.layers}}
 
         def write(number: int) -> None:
             layer = self.layers[number]
@@ -287,7 +289,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             return
         on_cpu = slots.cpu()
         last = int(on_cpu[-1])
-        copies = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
+        copies = {device: upload(slots, device) for device in {layer.device for layer in self.layers}}
         for layer in self.layers:
             layer.slots, layer.slots_on_cpu, layer.last_slot = copies[layer.device], on_cpu, last
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
 from ...base.errors import UnsupportedModelError
-from ...store import KVShape, LayerKV
+from ...store import KVShape, LayerKV, upload
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin, scales_by_row
 from .attention import ATTENTION_NAME, pattern_attention
@@ -129,14 +129,15 @@ class ModelRuntime(TextModel):
     def new_cache(self, capacity: int, *, one_layer: bool = False) -> FusedCache:
         """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more. ``one_layer``: all layers
         share one layer's memory, for a single pass that fills each layer right before it runs
-        (:attr:`AttentionPattern.before_layer`)."""
+        (:attr:`AttentionPattern.before_layer`). It begins with zeros: slots that nobody fills are hidden, not left
+        out."""
         # stored KV is written, by several threads, before the model is first used
         check_process(self.name, self._process)
         shared: dict[object, FusedLayer] = {}
         layers = []
         for kind in zip(self.widths, self.layer_devices, strict=True):
             widths, device = kind
-            layer = self._layer(widths, capacity, self.dtype, device, shared.get(kind))
+            layer = self._layer(widths, capacity, self.dtype, device, shared.get(kind), is_zero=one_layer)
             if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(kind, layer)
             layers.append(layer)
@@ -180,7 +181,7 @@ class ModelRuntime(TextModel):
         cache = self.new_cache(capacity)
         with self.pass_lock:
             output = self.model(
-                input_ids=ids[None].to(self.device),
+                input_ids=upload(ids[None], self.device),
                 use_cache=True,
                 logits_to_keep=1,
                 **cache_argument(self.model.base_model, cache),
@@ -233,8 +234,8 @@ class ModelRuntime(TextModel):
         if pattern.position_embeddings is not None:
             positions = positions[-logits_to_keep:]  # the rotary module makes nothing for the others
         arguments = {
-            "input_ids": ids[None].to(self.device),
-            "position_ids": positions[None].to(self.device),
+            "input_ids": upload(ids[None], self.device),
+            "position_ids": upload(positions[None], self.device),
             "use_cache": True,
             "cacheclip_pattern": pattern,
             **cache_argument(self.model.base_model, cache),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...store import upload
 from .text import check_process
 
 
@@ -101,8 +102,8 @@ def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch
     width, half = cos.shape[-1], cos.shape[-1] // 2
     # bit-identical to x cos + rotate_half(x) sin, without the copy that rotate_half makes
     turned = keys[..., :width] * cos
-    turned[..., :half] -= keys[..., half:width] * sin[..., :half]
-    turned[..., half:] += keys[..., :half] * sin[..., half:]
+    turned[..., :half].sub_(keys[..., half:width] * sin[..., :half])  # -= would copy the half onto itself as well
+    turned[..., half:].add_(keys[..., :half] * sin[..., half:])
     return (turned if width == keys.shape[-1] else torch.cat((turned, keys[..., width:]), dim=-1)).to(dtype)
 
 
@@ -117,8 +118,8 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     width, half = cos.shape[-1], cos.shape[-1] // 2
     scaling = cos.square() + sin.square()  # the square of the attention scaling; 1 without scaling
     plain = keys[..., :width] * cos
-    plain[..., :half] += keys[..., half:width] * sin[..., :half]
-    plain[..., half:] -= keys[..., :half] * sin[..., half:]
+    plain[..., :half].add_(keys[..., half:width] * sin[..., :half])
+    plain[..., half:].sub_(keys[..., :half] * sin[..., half:])
     return torch.cat((plain / scaling, keys[..., width:]), dim=-1)
 
 
@@ -215,5 +216,5 @@ def made_tables(module: Any, kind: str, positions: torch.Tensor, dtype: torch.dt
     """What a rotary module returns for ``(num_tokens,)`` positions. ``dtype``: of the hidden states that it is asked
     for."""
     device = next(module.buffers()).device
-    states, positions = torch.empty(1, dtype=dtype, device=device), positions.to(device)[None]
+    states, positions = torch.empty(1, dtype=dtype, device=device), upload(positions, device)[None]
     return module(states, positions, kind) if kind else module(states, positions)
