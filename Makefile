@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Models live inside the clone unless you say otherwise.
 export CACHECLIP_HOME ?= $(CURDIR)/.venv/cacheclip-home
 export TOKENIZERS_PARALLELISM := false
+# Tests, and the programs that they start, are compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
@@ -34,8 +36,8 @@ $(VENV)/.llamacpp: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -e ./integrations/cacheclip-llamacpp
 	touch $@
 
-# Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
-PARALLEL := -n 2 --dist loadgroup -m "not weights" --ignore integrations/cacheclip-llamacpp
+# Two processes with a thread each: most tests are too small for a thread to help. A file's tests share one.
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder -m "not weights" --ignore integrations/cacheclip-llamacpp
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)

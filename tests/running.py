@@ -33,7 +33,7 @@ gc.disable()
 FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
 """Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
 windows in some with two rotary tables, and sinks."""
-EXACTNESS = ("test_exactness.py", "test_matrix.py")
+EXACTNESS = ("test_exactness.py",)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,8 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """All architectures in the tests of exactness only, few elsewhere, and no long tests; ``CACHECLIP_TEST_ALL=1`` runs
     all.
 
-    Tests with real weights run in one process: loaded once, and never downloaded by two. Tests of whole programs come
-    first, so that no process ends with one while the other has nothing left to do.
+    The tests of a file run in one process, which makes once what they share; so do those with real weights, which are
+    never downloaded by two. Tests of whole programs come first, so that no process ends with one while the other has
+    nothing left to do.
     """
     if not os.environ.get("CACHECLIP_TEST_ALL"):
         left_out = {item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}}
@@ -111,8 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent != ROOT / "tests")
     for item in items:
-        if item.get_closest_marker("slow") is not None and item.config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("weights"))
+        if item.config.pluginmanager.hasplugin("xdist"):
+            is_slow = item.get_closest_marker("slow") is not None
+            item.add_marker(pytest.mark.xdist_group("weights" if is_slow else str(item.path.relative_to(ROOT))))
 
 
 def architectures_of(item: pytest.Item) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.keys import is_key
-from tests.conftest import QUESTION
+from tests.conftest import QUESTION, some_of
 from tests.fusion.cases import (
     BROKEN,
     EXACT,
@@ -61,8 +61,7 @@ def gaps(engine: CacheClipEngine, folder: str, plan: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@some_of(3, kind=KINDS, place=PLACES)
 def test_what_counts_as_exact_has_full_prefills_kv(kind: str, place: str, tiny_models: dict[str, str]) -> None:
     begins, context = PLACES[place]
     engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], chunk_context=context)

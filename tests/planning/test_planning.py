@@ -42,6 +42,10 @@ def made(request: pytest.FixtureRequest, tiny_models: dict[str, str], tmp_path_f
     return {"engine": engine, "planner": PlanningEngine(**settings), "prompt": rag_prompt(CHUNKS)}
 
 
+on_one = pytest.mark.parametrize("made", ["llama"], indirect=True)
+"""For what does not depend on the architecture."""
+
+
 @torch.inference_mode()
 def carry_out(plan: FusionPlan, engine: CacheClipEngine) -> torch.Tensor:
     """Logits of the last token, as another process would compute them, each row seeing what is there."""
@@ -142,6 +146,7 @@ class TestParts:
         assert (carry_out(wrong, made["engine"]) - right).abs().max() > 1e-2
 
 
+@on_one
 class TestPlan:
     def test_survives_json(self, made: dict[str, Any]) -> None:
         fusion = made["planner"].plan(made["prompt"], method="cacheclip").fusion
@@ -171,7 +176,7 @@ class TestPlan:
         with pytest.raises(ConfigurationError, match=what):
             FusionPlan.from_dict({**values, **changed})
 
-    def test_refuses_what_is_no_plan(self) -> None:
+    def test_refuses_what_is_no_plan(self, made: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match="version"):
             FusionPlan.from_dict([1, 2])  # type: ignore[arg-type]
 
@@ -192,6 +197,7 @@ class TestPlan:
 
 
 class TestReader:
+    @on_one
     def test_refuses_other_tenants_coarser_codecs_and_damage(self, made: dict[str, Any], tmp_path: Path) -> None:
         fusion, folder = made["planner"].plan(made["prompt"], method="direct").fusion, made["engine"].config.store
         key = fusion.pieces[-1].key
@@ -256,6 +262,7 @@ class TestReader:
         found = StoreReader(tmp_path, "default", heads=slice(1, 2)).get(key, codec="float32")
         assert torch.equal(found.tensor(), kv)
 
+    @on_one
     def test_an_entry_of_another_shape(self, made: dict[str, Any]) -> None:
         fusion = made["planner"].plan(made["prompt"], method="direct").fusion
         last = fusion.pieces[-1]
