@@ -40,7 +40,8 @@ def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
     With fewer steps than the last parameter has values, and no common divisor with their number, the others meet in all
     combinations, each beside another value of the last one."""
     rows = list(itertools.product(*values.values()))
-    return pytest.mark.parametrize([*values], rows if os.environ.get("CACHECLIP_TEST_ALL") else rows[::step])
+    rows = rows if os.environ.get("CACHECLIP_TEST_ALL") else rows[::step]
+    return pytest.mark.parametrize([*values], rows)  # noqa: PT006
 
 
 @pytest.fixture(scope="module")
