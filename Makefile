@@ -25,11 +25,11 @@ $(VENV)/.installed: pyproject.toml integrations/all.txt $(wildcard integrations/
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	$(BIN)/cacheclip demo
 
 # The same with a 4-bit file of the same model, in llama.cpp, which is built at first use.
 demo-gguf: $(VENV)/.llamacpp
-	PRIMARY=packaged:qwen2.5-coder-0.5b.gguf $(BIN)/python examples/demo.py
+	$(BIN)/cacheclip demo --primary packaged:qwen2.5-coder-0.5b.gguf
 
 # About ten minutes on two cores. pip keeps the wheel, so that another environment takes seconds.
 $(VENV)/.llamacpp: $(VENV)/.installed

@@ -24,11 +24,7 @@ INSTALLED = {
     "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
         'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
     ),
-    "make demo                 # six documents, three questions, LlamaIndex and LangChain, a table of speeds\n": "",
-    "It downloads two small models": (
-        "In a clone of the repository, `make demo` asks three questions about six documents with LlamaIndex and "
-        "LangChain, and shows a table of speeds. It downloads two small models"
-    ),
+    "make demo                 # six": "cacheclip demo            # six",
     "(`make docs` builds the site)": "(in a clone, `make docs` builds the site)",
 }
 """What the core's README says of a clone, and what it says to who installs from the index."""

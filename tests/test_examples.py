@@ -68,8 +68,14 @@ def load(name: str) -> Any:
 
 def test_each_has_its_row() -> None:
     files = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert files - {"common", "demo", "web_endpoint"} == set(SAID)
-    assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py") if path.stem != "demo")
+    assert files - {"common", "web_endpoint"} == set(SAID)
+    assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
+
+
+def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
+    stated = (EXAMPLES / "CORPUS.md").read_text(encoding="utf-8")
+    texts = [path.name for path in (EXAMPLES / "corpus").iterdir()]
+    assert len(texts) >= 5 and all(f"`{name}`" in stated for name in texts)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")

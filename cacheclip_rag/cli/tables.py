@@ -45,7 +45,9 @@ TABLES: dict[str, type[Table]] = {}
 """By the name of their command. Commands of other distributions add theirs (:mod:`.plugins`)."""
 
 BROUGHT = {
-    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate", "profile", "doctor", "models list"), "lab"),
+    **dict.fromkeys(
+        ("demo", "bench", "eval", "certify", "finetune", "calibrate", "profile", "doctor", "models list"), "lab"
+    ),
     **dict.fromkeys(("ingest", "ask", "store remove"), "ingest"),
     "serve": "serve",
     **dict.fromkeys((f"store {name}" for name in ("stats", "limit", "verify", "repair", "gc", "clear")), "care"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cacheclip_lab import demonstration
 from cacheclip_lab.commands.common import measured
 
 from cacheclip_rag import ConfigurationError, EngineConfig
@@ -15,6 +16,34 @@ def test_models_list(cacheclip: Any) -> None:
     names = [m["name"] for m in cacheclip("models", "list", "--json").json["models"]]
     assert {"smollm2-135m", "qwen2.5-coder-0.5b", "all-MiniLM-L6-v2"} <= set(names)
     assert "smollm2-135m" in cacheclip("models", "list").out
+
+
+def test_the_demo_compares_methods_on_its_own_documents(
+    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
+    texts = demonstration.documents()
+    assert len(texts) == 6 and all(300 < len(text.split()) < 400 for text in texts)
+    monkeypatch.setattr(demonstration, "documents", lambda: [text[:100] for text in texts])
+    result = cacheclip("demo", *pair, "--json")
+    assert result.code == 0, result.err
+    full, *reusing = result.json["methods"].values()
+    assert (full["sooner"], full["same_answers"], full["reused_tokens"]) == (1.0, 3, 0)
+    assert [*result.json["methods"]] == ["full", "direct", "anchored"]
+    assert all(0.6 < each["reused_tokens"] / each["prompt_tokens"] < 1 for each in reusing)
+    shown = cacheclip("demo", *pair).out
+    assert shown.count("first token after") == 9 and "3 of 3" in shown
+
+
+def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:
+    """Longer prompts are no spread."""
+    times = {"full": (10, 20, 40), "direct": (1, 2, 4), "auto": (2, 20, 8)}
+    answered = [
+        {name: {"method": name, "text": "", "ttft_s": seconds[number]} for name, seconds in times.items()}
+        for number in range(3)
+    ]
+    rows = demonstration.table(answered)
+    assert [(row["ttft_s"], row["sooner"]) for row in rows.values()] == [(20, 1.0), (2, 10.0), (8, 5.0)]
 
 
 def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) -> None:

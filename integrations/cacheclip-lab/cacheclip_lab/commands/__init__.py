@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, doctor, finetune, models list."""
+"""The laboratory's commands of ``cacheclip``: demo, bench, eval, certify, profile, doctor, finetune, models list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from cacheclip_rag.plugins import Commands
 
 from .bench import bench
 from .certify import certify
+from .demo import demo
 from .doctor import doctor
 from .evaluate import evaluate
 from .models import list_models
@@ -16,6 +17,7 @@ from .training import finetune
 
 def register(commands: Commands) -> None:
     """Called by the command line of the core, which found this function by its entry point."""
+    commands.add("demo", demo)
     commands.add("bench", bench)
     commands.add("eval", evaluate)
     commands.add("certify", certify, CertifyTable)
