@@ -2,9 +2,10 @@
 
     python benchmarks/prove_models.py [NAME …] [--json FILE]
 
-Prints a line for each class: exact, refused with the reason, or not built: its config cannot be made small. The
-documentation and the tests read ``integrations/cacheclip-testing/cacheclip_testing/classes.json``: write it anew for
-another transformers, and when other models are taken. Takes a minute.
+Prints a line for each class: exact, recurrent (exact by state maps), refused with the reason, or not built: its config
+cannot be made small. The documentation and the tests read
+``integrations/cacheclip-testing/cacheclip_testing/classes.json``: write it anew for another transformers, and when
+other models are taken. Takes a minute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cacheclip_testing import build_class, class_names
 
 from cacheclip_rag import CacheClipError, UnsupportedModelError
 from cacheclip_rag.models import load_model, unload_models
+from cacheclip_rag.runtime import Runtime
 
 _LEFT_OUT = re.compile(
     r"^.*?model '[^']*' (\('[^']+'\) )?(cannot be reused exactly: )?"
@@ -32,20 +34,20 @@ _LEFT_OUT = re.compile(
 
 
 def verdict(name: str, folder: Path) -> tuple[str, str]:
-    """``exact``, ``refused`` or ``unbuilt``, and why."""
+    """``exact``, ``recurrent``, ``refused`` or ``unbuilt``, and why."""
     try:
         build_class(folder, name)
     except Exception as error:  # a class of any form
         return "unbuilt", f"{type(error).__name__}: {error}".splitlines()[0]
     try:
-        load_model(folder)
+        runtime: Runtime = load_model(folder)
     except UnsupportedModelError as error:
         return "refused", _LEFT_OUT.sub("", str(error).partition(". ")[0])
     except CacheClipError as error:  # a pass of the whole model failed
         return "unbuilt", str(error).partition(". ")[0]
     finally:
         unload_models()
-    return "exact", ""
+    return "recurrent" if runtime.computed_edges[0] else "exact", ""
 
 
 def main() -> None:
@@ -55,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable()
-    verdicts: dict[str, dict[str, str]] = {"exact": {}, "refused": {}, "unbuilt": {}}
+    verdicts: dict[str, dict[str, str]] = {"exact": {}, "recurrent": {}, "refused": {}, "unbuilt": {}}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CACHECLIP_HOME"] = folder
         for name in options.names or class_names():
@@ -67,6 +69,7 @@ def main() -> None:
         written = {
             "transformers": transformers.__version__,
             "exact": [*verdicts["exact"]],
+            "recurrent": [*verdicts["recurrent"]],
             "refused": verdicts["refused"],
         }
         options.json.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

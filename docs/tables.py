@@ -60,11 +60,11 @@ def packaged_models_table() -> str:
 
 def classes_table() -> str:
     """What ``benchmarks/prove_models.py`` found out about each class of transformers."""
-    kinds: dict[str, list[str]] = {"exact": verdicts()["exact"]}
+    kinds: dict[str, list[str]] = {"exact": verdicts()["exact"], "exact, experimental": verdicts()["recurrent"]}
     for name, reason in verdicts()["refused"].items():
         kinds.setdefault(f"refused: {reason}", []).append(name)
     rows = [(kind, len(names), ", ".join(f"`{name}`" for name in names)) for kind, names in kinds.items()]
-    return _table(("verdict", "classes", "`model_type`"), rows[:1] + sorted(rows[1:], key=lambda row: -row[1]))
+    return _table(("verdict", "classes", "`model_type`"), rows[:2] + sorted(rows[2:], key=lambda row: -row[1]))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

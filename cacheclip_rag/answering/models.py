@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 PREFIX = CONTEXTS["prefix"]
 """The chunk context ``prefix``: the shared prefix only."""
+_SHOWS_NO_SCORES = (
+    "auxiliary must be a model whose attention scores tokens, and what runs {name!r} does not show it. Give one that "
+    "transformers runs and that has no recurrent layers, or None for methods that need no auxiliary."
+)
 
 
 class EngineModels:
@@ -66,10 +70,7 @@ class EngineModels:
         them."""
         config = self._config
         if config.auxiliary and not loader_of(config.auxiliary).can_score:
-            raise ConfigurationError(
-                f"auxiliary must be a model whose attention scores tokens, and what runs {config.auxiliary!r} does not "
-                "show it. Give one that transformers runs, or None for methods that need no auxiliary."
-            )
+            raise ConfigurationError(_SHOWS_NO_SCORES.format(name=config.auxiliary))
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return config.auxiliary and ("primary" if is_own else "auxiliary")
 
@@ -129,6 +130,8 @@ class EngineModels:
                 if role == "auxiliary":
                     error.args = (f"{error} Some methods need no auxiliary model: auxiliary=None, --auxiliary none.",)
                 raise
+        if role == "auxiliary" and runtime.computed_edges[0]:
+            raise ConfigurationError(_SHOWS_NO_SCORES.format(name=name))
         return ChunkCaches(
             runtime,
             self._store(),

@@ -214,7 +214,9 @@ class Parts:
         by_name = method is None or isinstance(method, str)
         wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
         ratio = None if isinstance(wanted, str) else wanted
-        if named == DEFAULT_METHOD and self.head_sets.has_default:
+        if named == DEFAULT_METHOD and self.models.runtime.computed_edges[0]:
+            named = "epic"
+        elif named == DEFAULT_METHOD and self.head_sets.has_default:
             named = "cacheclip"
         elif named == DEFAULT_METHOD:
             runtime = self.models.runtime

@@ -44,7 +44,10 @@ class PlacedKV:
 
 class OrderedRuntime(Protocol):
     """What :func:`fuse_in_order` asks of a runtime beside :class:`~cacheclip_rag.runtime.Runtime`. Stored KV that is
-    put together (``held``) is the runtime's own."""
+    put together (``held``) is the runtime's own; with :attr:`computed_edges`, its ``computed(rows)`` gives the rows
+    that are computed if those must be."""
+
+    computed_edges: tuple[int, int]
 
     def place(self, match: KVMatch, used: Runs, pieces: Iterable[PlacedKV]) -> tuple[Any, list[PlacedKV]]:
         """KV at its positions in a prompt, and the pieces that could not be read. ``used``: positions that take the KV
@@ -111,6 +114,8 @@ def _fused(
         return None
     layout, known = kept.layout, kept.known
     rows = choose_rows(known, [(span, mask) for span, mask in chosen.items() if span in kept.reused])
+    if runtime.computed_edges:
+        rows = held.computed(rows)
     runs = runs_of(rows.tolist())
     with clock.phase("recompute"):
         # continued KV was corrected when it was assembled

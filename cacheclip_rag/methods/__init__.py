@@ -82,13 +82,25 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 
 
 def check_reads(method: Method, runtime: Runtime) -> None:
-    """Raise ConfigurationError if the method looks at KV and the runtime cannot show it."""
+    """Raise ConfigurationError if the method looks at KV and the runtime cannot show it, or chooses parts of chunks and
+    the runtime moves whole ones."""
+    if runtime.computed_edges[0] and method.reuses_chunks and not _takes_whole_chunks(method):
+        others = [name for name in PRESET_NAMES if _takes_whole_chunks(preset(name))]
+        raise ConfigurationError(
+            f"method {method.name!r} chooses tokens within chunks, or reads chunks apart, and {runtime.name!r} has "
+            f"recurrent layers, whose state is moved over a whole chunk. Use another method ({', '.join(others)})."
+        )
     if not runtime.reads_kv and reads_kv(method):
         others = [name for name in PRESET_NAMES if not reads_kv(preset(name))]
         raise ConfigurationError(
             f"method {method.name!r} looks at the primary's KV, and that of {runtime.name!r} cannot be read "
             f"({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that transformers runs."
         )
+
+
+def _takes_whole_chunks(method: Method) -> bool:
+    is_apart = method.context is not None and method.context.isolated
+    return not reads_kv(method) and not (method.needs_auxiliary or method.mean_change or is_apart)
 
 
 def reads_kv(method: Method) -> bool:

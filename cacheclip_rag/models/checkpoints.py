@@ -25,7 +25,7 @@ from ..base.errors import (
 )
 from ..base.guests import guests
 from ..base.paths import expanded
-from ..runtime.transformers.architectures import check_supported
+from ..runtime.transformers.architectures import check_supported, is_recurrent
 from .devices import DEVICE_MAPS, check_device
 from .fingerprint import FileState, file_states, fingerprint
 from .loaders import RUNTIMES, ModelLoader, offered_names, unusable_loaders, uses_tools
@@ -47,6 +47,10 @@ _FOLDER = "its folder"
 _NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
 """Numbers of a config, with the least and the most that models have."""
 _PROBE = "The lighthouse was built in 1847."
+_EXPERIMENTAL = (
+    "%s has recurrent layers: reuse is experimental. States are moved exactly, but how good the answers are was not "
+    "measured on any real weights. Compare the methods full and epic on your own questions (cacheclip eval)."
+)
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 _GGUF, _PACKAGED = ".gguf", "packaged:"
@@ -214,10 +218,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
 
-    from ..fusion.fuse import fuse
-    from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.packed_weights import pack_weights
-    from ..runtime.transformers.proof import prove
     from ..runtime.transformers.quantised_weights import check_loaded, loading_options, num_dense_weights, scheme_of
     from ..runtime.transformers.text import quiet_transformers
     from ..runtime.transformers.text_part import TextPart, is_multimodal
@@ -261,7 +262,26 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
         copy_mapped(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = f"{fingerprint(folder)}:{dtype}" + (":dense" if in_full else "")
-    runtime = ModelRuntime(model, tokenizer, name=name, fingerprint=identity, fuse=fuse)
+    return _proven(model, tokenizer, name=name, fingerprint=identity)
+
+
+def _proven(model: Any, tokenizer: Any, **identity: Any) -> Runtime:
+    """The runtime of a loaded model. Raises UnsupportedModelError: its reuse is not exact."""
+    if is_recurrent(model.config):
+        from ..fusion.in_order import fuse_in_order
+        from ..runtime.transformers.state_map_model import StateMapRuntime
+        from ..runtime.transformers.state_map_proof import prove_state_maps
+
+        hybrid = StateMapRuntime(model, tokenizer, **identity, fuse=fuse_in_order)
+        hybrid.check()
+        prove_state_maps(hybrid)
+        logger.warning(_EXPERIMENTAL, hybrid.name)
+        return hybrid
+    from ..fusion.fuse import fuse
+    from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.proof import prove
+
+    runtime = ModelRuntime(model, tokenizer, **identity, fuse=fuse)
     runtime.check()
     prove(runtime)
     return runtime

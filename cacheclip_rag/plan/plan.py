@@ -46,6 +46,13 @@ class KVSources:
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """The chunk spans whose KV is stored for every model that the method needs."""
+        first, last = self.primary.runtime.computed_edges
+        if first:  # chunks with something between their edges
+            spans = [
+                span
+                for span in spans
+                if span.first <= first < span.whole_tokens - last <= span.first + len(span.tokens)
+            ]
         caches = [self.primary, *([self.auxiliary.caches] if self.auxiliary is not None else [])]
         held = {span.whole for span in spans}
         for each in caches:

@@ -230,8 +230,7 @@ class Runtime(ABC):
     reuse_tokens: int
     """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
     pinned_rope: bool = False
-    """Whether the rotary frequencies change above ``reuse_tokens``. Shorter prompts' KV is then wrong in longer
-    ones."""
+    """Whether the rotary frequencies change above ``reuse_tokens``: shorter prompts' KV is wrong in longer ones."""
     eos_ids: frozenset[int]
     num_layers: int
     num_kv_heads: int
@@ -251,11 +250,13 @@ class Runtime(ABC):
     """Characters of chunks that are best given to :meth:`encode_many` at once, also of several documents; None: those
     of one batch (:mod:`cacheclip_rag.chunks.batches`) of one document."""
     kv_codec: str | None = None
-    """Codec of the store in which this runtime's KV is stored; None: the one in the settings. A runtime whose KV is
-    opaque bytes names ``opaque``."""
+    """Codec of the store for this runtime's KV; None: the one in the settings. If it is opaque bytes, ``opaque``."""
     reads_kv: bool = True
     """Whether methods can look at the KV and change it. If not, methods that reuse chunks must plan ahead
     (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`)."""
+    computed_edges: tuple[int, int] = (0, 0)
+    """First and last tokens of a chunk that are computed in every prompt, if all or none of those between them are. 0:
+    any tokens may be computed."""
     backend: str = ""
     """What runs the model, for certificates; empty for transformers in this process."""
     opening: str

@@ -56,9 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 FAMILIES = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "kimi_linear", "minimax"), "recurrent"),
-    **dict.fromkeys(("jamba", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h"), "recurrent"),
-    **dict.fromkeys(("recurrent_gemma", "olmo_hybrid", "glm5_next", "bailing_hybrid"), "recurrent"),
+    **dict.fromkeys(("mamba2", "falcon_mamba", "rwkv", "xlstm"), "recurrent layers and none that attend"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "an indexer chooses"),
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
 }
@@ -91,6 +89,15 @@ class TestRefusal:
             pytest.skip(f"this transformers has no {architecture}")
         with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[architecture]}.*such as Llama"):
             check_supported(CONFIG_MAPPING[architecture](), "m")
+
+    @pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "jamba"])
+    def test_recurrent_layers_are_not_planned_without_weights(self, architecture: str) -> None:
+        if architecture not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {architecture}")
+        config = CONFIG_MAPPING[architecture]()
+        check_supported(config, "m")
+        with pytest.raises(UnsupportedModelError, match="recurrent layers, whose states are moved in the model's own"):
+            check_supported(config, "m", planned=True)
 
     def test_before_any_weights_are_read(self, tmp_path: Path) -> None:
         folder = build(tmp_path, "mamba")

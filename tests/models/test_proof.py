@@ -415,7 +415,7 @@ def test_a_model_with_embeddings_that_are_zero_is_no_other(
     runtime = load_model(str(folder))
     tokens = structure.ordinary_tokens(runtime.model)
     assert int(tokens.min()) >= count and len(tokens) > count
-    assert {*proof._ordinary_ids(runtime).tolist()} <= {*tokens.tolist()}
+    assert {*proof.ordinary_ids(runtime).tolist()} <= {*tokens.tolist()}
 
 
 def test_a_proof_that_sees_no_wrong_positions_is_none(
@@ -603,5 +603,5 @@ class TestTablesThatAreHanded:
 
     def test_positions_that_the_probe_uses_are_tokens_of_text(self, tiny_models: dict[str, str]) -> None:
         runtime = load_model(tiny_models["llama"])
-        ids = {*proof._ordinary_ids(runtime).tolist()}
+        ids = {*proof.ordinary_ids(runtime).tolist()}
         assert len(ids) > 300 and not ids & {*runtime.control_ids, *runtime.eos_ids}

@@ -50,6 +50,7 @@ _PINNED_ROPE_TYPES = ("dynamic", "longrope")
 
 _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", "longt5", "led", "blenderbot", "fsmt")
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+"""Without layers that attend."""
 _STATE_SIZES = ("mamba_d_state",)
 """Config fields of recurrent layers, which the oldest supported transformers does not list as layer types."""
 _SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
@@ -80,15 +81,11 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
         )
     text = config.get_text_config(decoder=True)
     if model_type not in SUPPORTED:
-        kinds = _layer_types(text)
-        state = any(getattr(text, field, None) for field in _STATE_SIZES)
-        if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE, *_SPARSE} or state:
-            _refuse(
-                name,
-                f"({model_type!r}) has recurrent layers: what a chunk does to their state, an affine map, is not "
-                "stored and composed here yet",
-            )
-        if kinds & {*_SPARSE}:
+        if model_type in _RECURRENT:
+            _refuse(name, f"({model_type!r}) has recurrent layers and none that attend, which is not supported here")
+        if planned and is_recurrent(config):
+            _refuse(name, f"({model_type!r}) has recurrent layers, whose states are moved in the model's own process")
+        if _layer_types(text) & {*_SPARSE}:
             _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
         if planned:
             check_architecture(model_type, name)
@@ -99,6 +96,13 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
         if rope_type not in (*_EXACT_ROPE_TYPES, *_PINNED_ROPE_TYPES):
             known = ", ".join((*_EXACT_ROPE_TYPES, *_PINNED_ROPE_TYPES))
             _refuse(name, f"uses rotary scaling {rope_type!r}, which is not one of {known}")
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers of a model keep a state instead of the KV of each token."""
+    text = config.get_text_config(decoder=True)
+    has_size = any(getattr(text, field, None) for field in _STATE_SIZES)
+    return has_size or bool(_layer_types(text) - {*_WITHOUT_STATE, *_SPARSE})
 
 
 def reuse_tokens(config: Any) -> int:

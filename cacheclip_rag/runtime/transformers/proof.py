@@ -22,7 +22,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ...base.errors import CacheClipError, UnsupportedModelError, first_line, is_out_of_memory
-from .attention import ATTENTION_NAME
 from .attention_pattern import AttentionPattern, Block, Probe, causal_pattern
 from .kept import device_name, kept, kept_file
 from .packed_weights import weights_kept
@@ -162,7 +161,7 @@ def _failures(verdict: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
     return failures if shows else {**failures, _PLANTED: planted}
 
 
-def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+def gap_between(one: torch.Tensor, other: torch.Tensor) -> float:
     """Root mean square of the difference, as a share of that of the second."""
     other = other.to(one.device, torch.float32)
     return float((one.float() - other).norm() / other.norm().clamp(min=1e-9))
@@ -172,12 +171,12 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 def _gaps(runtime: Any, seed: int, checks: tuple[str, ...]) -> dict[str, float]:
     """How far each way to compute KV is from the unmodified model."""
     make, count = torch.Generator().manual_seed(seed), _NUM_TOKENS[checks]
-    ids = _ordinary_ids(runtime)
+    ids = ordinary_ids(runtime)
     ids = ids[torch.randint(len(ids), (count,), generator=make)]
     last = count - 1
-    expected = _unmodified(runtime, ids)
+    expected = unmodified_logits(runtime, ids)
     exact, logits = runtime.prefill(ids[:last], count + 4)
-    gaps = {"prefill": _gap(logits, expected[last - 1])}
+    gaps = {"prefill": gap_between(logits, expected[last - 1])}
     kv = runtime.extract(exact, 0, last)
     rows = torch.unique(torch.cat((torch.randint(last, (count // 3,), generator=make), torch.tensor([last]))))
     num_kept = len(rows) // 2  # the others leave before the last layer
@@ -195,21 +194,21 @@ def _gaps(runtime: Any, seed: int, checks: tuple[str, ...]) -> dict[str, float]:
         )
         return logits
 
-    gaps["recompute"] = _gap(recomputed(rows), expected[rows[-num_kept:]])
+    gaps["recompute"] = gap_between(recomputed(rows), expected[rows[-num_kept:]])
     gaps["moved"] = _gap_of_moved(runtime, ids[:_MOVED], kv[:, :, :, :_MOVED])
     if any(runtime.rotary.readings):
-        gaps[_PLANTED] = _gap(recomputed((rows - 3 * (rows % 2)).clamp(min=0)), expected[rows[-num_kept:]])
+        gaps[_PLANTED] = gap_between(recomputed((rows - 3 * (rows % 2)).clamp(min=0)), expected[rows[-num_kept:]])
     if checks is _WHOLE:
         gaps |= _gaps_of_decoding(runtime, ids, exact, expected) | _gaps_of_stored(runtime, ids, expected[last])
         gaps |= {"length": _gap_of_lengths(runtime, ids[:6]), "scores": _gap_of_scores(runtime, ids)}
     rounds = runtime.dtype != torch.float32 or any(map(is_quantised, runtime.model.modules()))
     limit = _LIMIT if runtime.dtype == torch.float32 else _ROUNDED
     if rounds and max(gaps[what] for what in checks) > limit:
-        gaps[_NOISE] = _noise(runtime, ids, expected, make)
+        gaps[_NOISE] = noise_of(runtime, ids, expected, make)
     return gaps
 
 
-def _ordinary_ids(runtime: Any) -> torch.Tensor:
+def ordinary_ids(runtime: Any) -> torch.Tensor:
     """Tokens of text: none that stands for an image or the end of a turn."""
     size = min(runtime.vocab_size, len(runtime.tokenizer))
     special = {*runtime.control_ids, *runtime.eos_ids}
@@ -218,10 +217,10 @@ def _ordinary_ids(runtime: Any) -> torch.Tensor:
     )
 
 
-def _unmodified(runtime: Any, ids: torch.Tensor, weights: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+def unmodified_logits(runtime: Any, ids: torch.Tensor, weights: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
     """Logits ``(num_tokens, vocab_size)`` by the attention that the class has itself, whose ``weights`` of each layer,
     ``(num_heads, num_rows, num_keys)``, are kept there."""
-    kept = {} if weights is None else {"cacheclip_weights": weights}
+    kept, own = {} if weights is None else {"cacheclip_weights": weights}, runtime.model.config._attn_implementation
     runtime.model.set_attn_implementation(_OWN_NAME if kept else "eager")
     try:
         logits: torch.Tensor
@@ -229,7 +228,7 @@ def _unmodified(runtime: Any, ids: torch.Tensor, weights: dict[int, torch.Tensor
         check_numbers(logits, runtime.name)
         return logits[0]
     finally:
-        runtime.model.set_attn_implementation(ATTENTION_NAME)
+        runtime.model.set_attn_implementation(own)
 
 
 def _own_attention(module: Any, *inputs: Any, cacheclip_weights: dict[int, torch.Tensor], **settings: Any) -> Any:
@@ -242,13 +241,13 @@ def _own_attention(module: Any, *inputs: Any, cacheclip_weights: dict[int, torch
     return attended, weights
 
 
-def _noise(runtime: Any, ids: torch.Tensor, expected: torch.Tensor, make: torch.Generator) -> float:
+def noise_of(runtime: Any, ids: torch.Tensor, expected: torch.Tensor, make: torch.Generator) -> float:
     """What rounding does to the unmodified model."""
     signs = torch.randint(2, (len(ids), 1), generator=make).to(runtime.device, runtime.dtype) * 2 - 1
     near = 1 + signs * torch.finfo(runtime.dtype).eps
     hook = runtime.model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output * near)
     try:
-        return _gap(_unmodified(runtime, ids), expected)
+        return gap_between(unmodified_logits(runtime, ids), expected)
     finally:
         hook.remove()
 
@@ -261,8 +260,8 @@ def _gaps_of_decoding(runtime: Any, ids: torch.Tensor, exact: Any, expected: tor
         mine.write(0, own.keys[0, :, :half], own.values[0, :, :half])
     steps = runtime.decode_steps([exact, short], [int(ids[last]), int(ids[half])])
     return {
-        "steps": max(_gap(steps[0], expected[last]), _gap(steps[1], expected[half])),
-        "decoding": _gap(runtime.decode_step(short, int(ids[half + 1])), expected[half + 1]),
+        "steps": max(gap_between(steps[0], expected[last]), gap_between(steps[1], expected[half])),
+        "decoding": gap_between(runtime.decode_step(short, int(ids[half + 1])), expected[half + 1]),
     }
 
 
@@ -273,7 +272,7 @@ def _gaps_of_stored(runtime: Any, ids: torch.Tensor, expected: torch.Tensor) -> 
     tail, _ = runtime.encode_many([ids[half:last].tolist(), ids[:9].tolist()], context)
     cache = runtime.new_cache(len(ids))
     cache.fill_all([(0, context), (half, tail)])
-    return {"stored": _gap(runtime.extend(cache, ids[last:], last), expected)}
+    return {"stored": gap_between(runtime.extend(cache, ids[last:], last), expected)}
 
 
 def _gap_of_moved(runtime: Any, ids: torch.Tensor, kv: torch.Tensor) -> float:
@@ -288,10 +287,10 @@ def _gap_of_moved(runtime: Any, ids: torch.Tensor, kv: torch.Tensor) -> float:
     computed = [(layer.keys[0, :, here], layer.values[0, :, here]) for layer in cache.layers]
     cache.fill(kv, slot=half, position=half)
     pairs = zip(cache.layers, computed, strict=True)
-    gaps = (
-        (_gap(layer.keys[0, :, here], keys), _gap(layer.values[0, :, here], values)) for layer, (keys, values) in pairs
+    return max(
+        max(gap_between(layer.keys[0, :, here], keys), gap_between(layer.values[0, :, here], values))
+        for layer, (keys, values) in pairs
     )
-    return max(map(max, gaps))
 
 
 def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
@@ -304,7 +303,7 @@ def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
         for counting in (cache, *cache.layers):
             counting.get_seq_length = lambda *args, length=length: length
         logits.append(runtime.run_rows(cache, ids, slots, causal_pattern(slots, runtime.device)))
-    return _gap(logits[1], logits[0])
+    return gap_between(logits[1], logits[0])
 
 
 def _gap_of_scores(runtime: Any, ids: torch.Tensor) -> float:
@@ -312,14 +311,14 @@ def _gap_of_scores(runtime: Any, ids: torch.Tensor) -> float:
     AttentionInterface.register(_OWN_NAME, _own_attention)
     AttentionMaskInterface.register(_OWN_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     own: dict[int, torch.Tensor] = {}
-    _unmodified(runtime, ids, own)
+    unmodified_logits(runtime, ids, own)
     slots = torch.arange(len(ids))
     pattern, gaps = causal_pattern(slots, runtime.device), list[float]()
 
     def record(layer: int, number: int, weights: torch.Tensor) -> None:
         block = pattern.blocks[number]
         pair = weights, own[layer][:, block.rows, block.keys]  # which leaves out sinks in some classes
-        gaps.append(_gap(*(each / each.sum(-1, keepdim=True) for each in pair)))
+        gaps.append(gap_between(*(each / each.sum(-1, keepdim=True) for each in pair)))
 
     pattern.probe = Probe(frozenset(own), pattern.blocks, record)
     runtime.run_rows(runtime.new_cache(len(ids)), ids, slots, pattern)
@@ -337,7 +336,7 @@ def _hands_tables(runtime: Any) -> bool:
     """Whether layers that are given their tables compute the same: they may ask for them in another way, or use
     positions for more than the rotation."""
     positions = _far_positions(runtime)
-    ids, slots = _ordinary_ids(runtime)[: len(positions)], torch.arange(len(positions))
+    ids, slots = ordinary_ids(runtime)[: len(positions)], torch.arange(len(positions))
     if not any(runtime.rotary.readings) or len(ids) < len(slots):
         return False
 

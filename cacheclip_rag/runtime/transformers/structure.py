@@ -9,6 +9,7 @@ dimensions. The masks that the model makes are compared with the attention's own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, product
@@ -20,11 +21,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import causal_mask_function
 
 from ...base.errors import ModelError, UnsupportedModelError, first_line, is_out_of_memory
-from .attention import ATTENTION_NAME, pattern_attention, span_of
+from .attention import pattern_attention, span_of
 from .attention_pattern import AttentionPattern, AttentionRule, Block
 from .cache import cache_argument
 from .kept import device_name, kept, kept_file
 from .rotary import Reading, RotaryForm, Tables, made_tables, unrotate
+from .state_map import Mixers
 from .twin import described
 
 _LOOK_NAME = "cacheclip-look"
@@ -95,7 +97,10 @@ def rotary_modules(model: Any) -> list[Any]:
 def kept_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:
     """:func:`find_structure`, unless it is known: a ``fingerprint`` tells models of a class apart, an empty one does
     not."""
-    find = partial(find_structure, model, name, device)
+
+    def find() -> Structure:
+        return find_structure(model, name, device)[0]
+
     if not fingerprint:
         return find()
     file = kept_file("structures", described(model), fingerprint, device_name(device))
@@ -103,29 +108,32 @@ def kept_structure(model: Any, name: str, device: torch.device, fingerprint: str
 
 
 @torch.inference_mode()
-def find_structure(model: Any, name: str, device: torch.device) -> Structure:
-    """Look at a model that was just loaded, whose input is on ``device``. Raises UnsupportedModelError with the reason,
-    if its KV cannot be moved; ModelError: what it computes are no numbers."""
+def find_structure(
+    model: Any, name: str, device: torch.device, mixers: Mixers | None = None
+) -> tuple[Structure, list[int]]:
+    """Look at a model that was just loaded, whose input is on ``device``, and whose recurrent layers have ``mixers``.
+    Returns also which layers attend. Raises UnsupportedModelError with the reason, if its KV cannot be moved;
+    ModelError: what it computes are no numbers."""
     AttentionInterface.register(_LOOK_NAME, _look)
     AttentionMaskInterface.register(_LOOK_NAME, _long_mask)
-    layers = layers_of(model)
+    layers, own = layers_of(model), model.config._attn_implementation
     model.set_attn_implementation(_LOOK_NAME)
     try:
-        written = list(_written(model, len(layers), device))
+        attending, written = _written(model, len(layers), device, mixers)
         for each in chain(*written):
             check_numbers(each, name)
         is_latent = all(_depends(values) and not _depends(keys) for keys, values in written)
         if is_latent:
             written = [(values, keys) for keys, values in written]
         widths = tuple((len(keys), keys.shape[2], values.shape[2]) for keys, values in written)
-        return Structure(tuple(_readings(model, written)), widths, is_latent)
+        return Structure(tuple(_readings(model, written)), widths, is_latent), attending
     except _Unclear as error:
         raise UnsupportedModelError(
             f"model {name!r} ({model.config.model_type!r}) cannot be reused exactly: {error}. Choose another model, "
             "such as Llama, Qwen3 or Gemma 3, or run this one with transformers itself, without reuse."
         ) from None
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(own)
 
 
 def ordinary_tokens(model: Any) -> torch.Tensor:
@@ -162,21 +170,26 @@ class _Sight:
     """The same, so that their ids stay theirs."""
 
 
-def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer keys after RoPE and values of one token at :data:`_POSITIONS`, each ``(num_kv_heads, num_rows,
-    head_dim)``."""
+def _written(
+    model: Any, num_layers: int, device: torch.device, mixers: Mixers | None
+) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Layers that attend, and of each keys after RoPE and values of one token at :data:`_POSITIONS`, each
+    ``(num_kv_heads, num_rows, head_dim)``."""
     count = len(_POSITIONS)
     blocks = [Block.of(slice(i, i + 1), slice(i, i + 1), torch.zeros(1, dtype=torch.int64)) for i in range(count)]
     sight, cache = _Sight(AttentionPattern(blocks)), DynamicCache()
+    if mixers is not None:
+        cache.layers = [DynamicLayer() if isinstance(kind, DynamicLayer) else type(kind)() for kind in mixers.kinds]
     tokens = ordinary_tokens(model)
     try:
-        decoder_of(model)(
-            input_ids=torch.full((1, count), int(tokens[len(tokens) // 2]), device=device),
-            position_ids=torch.tensor([_POSITIONS], device=device),
-            use_cache=True,
-            cacheclip_look=sight,
-            **cache_argument(decoder_of(model), cache),
-        )
+        with nullcontext() if mixers is None else mixers.alone():
+            decoder_of(model)(
+                input_ids=torch.full((1, count), int(tokens[len(tokens) // 2]), device=device),
+                position_ids=torch.tensor([_POSITIONS], device=device),
+                use_cache=True,
+                cacheclip_look=sight,
+                **cache_argument(decoder_of(model), cache),
+            )
     except UnsupportedModelError as error:
         raise _Unclear(first_line(error)) from None
     except _Unclear:
@@ -185,12 +198,18 @@ def _written(model: Any, num_layers: int, device: torch.device) -> Iterator[tupl
         if is_out_of_memory(error):
             raise
         raise _Unclear(f"one pass failed ({type(error).__name__}: {first_line(error)})") from error
-    if sight.layers != {*range(num_layers)}:
+    attending = [n for n in range(num_layers) if mixers is None or _holds_kv(cache.layers[n])]
+    if sight.layers != {*attending}:
         raise _Unclear("its layers do not attend through transformers' AttentionInterface")
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or not layer.is_initialized or layer.keys.shape[2] != count:
+    layers = [layer for number, layer in enumerate(cache.layers) if mixers is None or number in sight.layers]
+    for layer in layers:
+        if not _holds_kv(layer) or layer.keys.shape[2] != count:
             raise _Unclear("its layers do not each keep keys and values of every token")
-    yield from ((layer.keys[0], layer.values[0]) for layer in cache.layers)
+    return attending, [(layer.keys[0], layer.values[0]) for layer in layers]
+
+
+def _holds_kv(layer: Any) -> bool:
+    return isinstance(layer, DynamicLayer) and layer.is_initialized
 
 
 def _look(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:

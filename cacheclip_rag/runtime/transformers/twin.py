@@ -32,6 +32,9 @@ _MOST_NUMBERS = 1 << 23
 _SPREAD = 0.2
 """Standard deviation of the weights. With that of untrained models attention is nearly uniform, and mistakes show
 little; with a large one each row sees one key."""
+_LONG_MEMORY = 4
+"""Of recurrent layers: their state keeps e times as much as often. Those of untrained models forget all in ten tokens.
+"""
 
 _SIZES: dict[str, float] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 400),
@@ -44,18 +47,36 @@ _SIZES: dict[str, float] = {
     **{"qk_head_dim": _HEAD + 8, "laurel_rank": 8, "attention_multiplier": 0.25, "attn_logit_softcapping": 4.0},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "num_expert_group",
+            "topk_group",
+            "n_shared_experts",
+            "num_shared_experts",
+            "moe_num_shared_experts",
+        ),
+        1,
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 48),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), _HEAD),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), _HEAD),
+    **{"mamba_d_head": 32, "mamba_head_dim": 32, "mamba_d_ssm": 128, "mamba_expand": 2, "expand": 2},
+    **{"linear_num_key_heads": 2, "n_groups": 1, "mamba_n_groups": 1, "mamba_dt_rank": 8, "attn_layer_offset": 1},
     **{"zero_expert_num": 2, "conv_dim": 64, "block_ff_dim": 96, "initializer_range": _SPREAD},
 }
 _OTHERS = {"head_dim": 2 * _HEAD, "num_key_value_heads": 1}
 """Of single layers that differ from the others."""
-_STEPS = ("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "interleave_moe_layer_step")
+_STEPS = (
+    *("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "interleave_moe_layer_step"),
+    "attn_layer_period",
+)
 """Of how many layers each one is of another kind."""
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """How many of the first layers are of another kind."""
 _OF_WEIGHTS = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
-_BY_NUMBER = ("moe_layers", "mlp_only_layers", "full_attn_idxs")
+_BY_NUMBER = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
 """Numbers of the layers of another kind."""
 
 
@@ -94,9 +115,11 @@ def tiny_model(kind: Any, config: Any) -> Any:
 def fill_weights(model: nn.Module) -> None:
     """Random weights, also those that classes make 0 or 1, which would hide mistakes."""
     make = torch.Generator().manual_seed(1)
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=make)
         weight.copy_(noise * _SPREAD if weight.dim() > 1 else weight.nan_to_num() + noise / 10)
+        if name.endswith("A_log"):
+            weight.sub_(_LONG_MEMORY)
 
 
 def shrunk_config(config: Any) -> Any:

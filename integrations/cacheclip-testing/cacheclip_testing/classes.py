@@ -13,7 +13,8 @@ from cacheclip_rag.measuring import fill_weights, shrunk_config, tiny_model
 from .tiny import make_tokenizer
 
 VERDICTS = Path(__file__).parent / "classes.json"
-"""What ``benchmarks/prove_models.py`` wrote: ``exact`` classes and those that are ``refused``, with the reason."""
+"""What ``benchmarks/prove_models.py`` wrote: ``exact`` classes, ``recurrent`` ones, exact by state maps,
+and those that are ``refused``, with the reason."""
 
 _VOCABULARY, _CONTEXT = 400, 2048
 _VISION: dict[str, Any] = {
@@ -35,6 +36,8 @@ _MISSING: dict[str, dict[str, Any]] = {
     ),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
 }
 """Numbers that a class wants and its default config lacks."""

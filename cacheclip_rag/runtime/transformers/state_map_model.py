@@ -1,0 +1,229 @@
+"""Runs hybrids, models with recurrent layers, on stored chunks: the KV of layers that attend, and the state maps of the
+others (:mod:`.state_map`).
+
+A state is made in the prompt's order and cannot be cut. So of a chunk all tokens are computed, or its first and last
+ones alone: the first ones see what the convolutions keep of the text before, and text around a chunk may change the
+tokens at its edges. Between them, the keys and values are written at their positions, and the map is applied to the
+states. Every pass is the model's own, over neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ...base.clock import PhaseClock
+from ..base import KVMatch, wait_for
+from .architectures import has_pinned_rope, reuse_tokens, rope_pin
+from .cache import FusedLayer, LatentLayer, cache_argument
+from .model import device_of
+from .rotary import ModelRotary, rotate, unrotate
+from .state_map import Mixers, StateAndKVLayer, StateLayer, tails_of
+from .stored_state_map import StateMapLayout, StoredSpan, StoredSpans
+from .structure import decoder_of, find_structure, layers_of, ordinary_tokens, rotary_modules
+from .text import TextModel, check_process
+
+
+class RecurrentState:
+    """A prompt, and its answer so far."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.length = cache, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+class StateMapRuntime(TextModel):
+    """One loaded hybrid. It computes in the prompt's order, and its stored KV is opaque (:mod:`.stored_state_map`)."""
+
+    can_score = keeps_prefixes = reads_kv = False
+    kv_codec = "opaque"
+    computed_edges = StateMapLayout.edges
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        fingerprint: str,
+        fuse: Callable[..., Any] | None = None,
+        like: StateMapRuntime | None = None,
+    ) -> None:
+        """As of :class:`~.model.ModelRuntime`, but for ``fuse``: a function such as
+        :func:`cacheclip_rag.fusion.in_order.fuse_in_order`. Raises UnsupportedModelError: the model's states, or its
+        KV, cannot be moved."""
+        if like is None:
+            super().__init__(model, tokenizer, name)
+        else:
+            vars(self).update({**vars(like), "_model": model.eval(), "control_ids": [], "eos_ids": frozenset()})
+        config = model.config
+        config.return_dict = True
+        self.fingerprint, self._fuse = fingerprint, fuse
+        self.rope_pin, self.pinned_rope = rope_pin(config), has_pinned_rope(config)
+        self.context_tokens, self.reuse_tokens = config.max_position_embeddings, reuse_tokens(config)
+        self.vocab_size, self.dtype = config.vocab_size, model.dtype
+        self.device: torch.device = device_of(model.get_input_embeddings())
+        layers = layers_of(model)
+        self.num_layers = len(layers)
+        self.layer_devices = [device_of(layer) for layer in layers]
+        with torch.inference_mode():
+            self.mixers = Mixers(decoder_of(model), layers, name, self.device, ordinary_tokens(model))
+        structure, self.attending = find_structure(model, name, self.device, self.mixers)
+        self._layer = LatentLayer if structure.is_latent else FusedLayer
+        self.layout = StateMapLayout(structure.widths, self.mixers, self.dtype)
+        self.num_kv_heads, self.head_dim, _ = map(max, zip(*structure.widths, strict=True))
+        _use_own_attention(model)
+        self.pass_lock: Any = threading.Lock() if self.pinned_rope else nullcontext()
+        """Held during a pass: a pinned rotary module changes its frequencies in place."""
+        devices = [self.layer_devices[number] for number in self.attending]
+        modules = rotary_modules(model)
+        self.rotary = ModelRotary(modules, structure.readings, self.dtype, name, devices, self.pass_lock)
+        """Rotary tables of the layers that attend."""
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
+        return self.layout.kv_shape(num_tokens)
+
+    @torch.inference_mode()
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        own, start = self.layout.between(len(ids)), 0 if context is None else context.shape[3]
+        if not own:
+            return self.layout.written(ids, [], [])
+        state = self.new_state(start + len(ids))
+        if context is not None and start:
+            before, spans = self.layout.read(context.flatten(), start, 0)
+            self.run_all(state, before.tolist(), spans)
+        self.run(state, ids[: own.start], head=False)
+        tails = {number: tails_of(state.cache.layers[number]) for number in self.mixers}
+        with self.mixers.calls() as calls:
+            self.run(state, ids[own.start : own.stop], head=False)
+        maps = [mixer.measure(calls[number], tails[number]) for number, mixer in self.mixers.items()]
+        return self.layout.written(ids, self.kept(state, range(start + own.start, start + own.stop)), maps)
+
+    def kept(self, state: RecurrentState, slots: range, *, moved: int = 0) -> list[torch.Tensor]:
+        """Of each layer that attends, keys before RoPE, if they stand ``moved`` positions further, and values."""
+        numbers, tables = list[torch.Tensor](), self.rotary.tables(torch.arange(slots.start, slots.stop) + moved)
+        for number, of_layer in zip(self.attending, tables, strict=True):
+            layer, own = state.cache.layers[number], slice(slots.start, slots.stop)
+            numbers += [unrotate(layer.keys[0, :, own], of_layer), layer.values[0, :, own]]
+        return numbers
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def new_state(self, capacity: int) -> RecurrentState:
+        check_process(self.name, self._process)
+        widths = dict(zip(self.attending, self.layout.widths, strict=True))
+        layers = list[Any]()
+        for number, (kind, device) in enumerate(zip(self.mixers.kinds, self.layer_devices, strict=True)):
+            mixer, sizes = self.mixers.get(number), (widths.get(number), capacity, self.dtype, device)
+            if mixer is not None and number in widths:
+                layers.append(StateAndKVLayer(mixer.num_states, *sizes))
+            elif mixer is not None:
+                layers.append(StateLayer(mixer.num_states))
+            elif number in widths:
+                layers.append(self._layer(*sizes))  # type: ignore[arg-type]
+            else:
+                layers.append(DynamicLayer() if isinstance(kind, DynamicLayer) else type(kind)())
+        return RecurrentState(Cache(layers=layers))
+
+    def run(self, state: RecurrentState, ids: Sequence[int], *, head: bool = True, moved: int = 0) -> torch.Tensor:
+        """Run tokens right after those of the state, at positions ``moved`` further. Returns the last one's logits,
+        ``(vocab_size,)``, or without ``head`` hidden states."""
+        stop = state.length + len(ids)
+        decoder = decoder_of(self.model)
+        arguments = {
+            "input_ids": torch.tensor([[*ids]], device=self.device),
+            "position_ids": torch.arange(state.length + moved, stop + moved, device=self.device)[None],
+            "use_cache": True,
+            **cache_argument(decoder, state.cache),
+        }
+        with self.pass_lock:
+            if head:
+                output: torch.Tensor = self.model(**arguments, logits_to_keep=1).logits[0, -1]
+            else:
+                output = decoder(**arguments).last_hidden_state[0]
+        state.length = stop
+        return output
+
+    def _apply(self, state: RecurrentState, span: StoredSpan) -> None:
+        """Go on by a stored span."""
+        tables = self.rotary.tables(torch.arange(span.start, span.stop))
+        for number, (keys, values), of_layer in zip(self.attending, span.kv, tables, strict=True):
+            layer = state.cache.layers[number]
+            keys, values = keys.to(layer.device), values.to(layer.device)
+            layer.write(span.start, rotate(keys, of_layer, layer.dtype), values)
+        for (number, mixer), made in zip(self.mixers.items(), span.maps, strict=True):
+            layer = state.cache.layers[number]
+            old = layer.recurrent_states[mixer.index]
+            tails = [tail[None].to(old.device, self.dtype) for tail in made.tails]
+            layer.put(tails, made.apply(old).to(old.dtype), mixer.index)
+        state.length = span.stop
+
+    def run_all(self, state: RecurrentState, ids: Sequence[int], spans: StoredSpans) -> torch.Tensor | None:
+        """Run the tokens that no span has, in order. Returns the last run's logits."""
+        edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(ids)]
+        logits = None
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            if number % 2:
+                self._apply(state, spans[number // 2])
+            elif start < stop:
+                logits = self.run(state, ids[start:stop], head=stop == len(ids))
+        return logits
+
+    @torch.inference_mode()
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[RecurrentState, torch.Tensor]:
+        state = self.new_state(max(capacity, len(ids)))
+        return state, self.run(state, ids.tolist())
+
+    @torch.inference_mode()
+    def decode_step(self, state: RecurrentState, token_id: int) -> torch.Tensor:
+        return self.run(state, [token_id])
+
+    # -- fusion -------------------------------------------------------------------------------------------------------
+
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
+        assert self._fuse is not None, "this runtime was made without a function that fuses"
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
+
+    def place(self, match: KVMatch, used: Any, pieces: Iterable[Any]) -> tuple[StoredSpans, list[Any]]:
+        """The tokens between the edges of stored pieces (:class:`~cacheclip_rag.fusion.in_order.PlacedKV`), and pieces
+        that lack some of these."""
+        spans, unread = StoredSpans(), list[Any]()
+        for piece in pieces:
+            own = self.layout.between(piece.num_tokens)
+            if piece.first > own.start or piece.first + piece.count < own.stop:
+                unread.append(piece)
+            else:
+                spans += self.layout.read(piece.data, piece.num_tokens, piece.at - piece.first)[1]
+        return spans, unread
+
+    @torch.inference_mode()
+    def compute_in_order(
+        self, ids: Sequence[int], held: StoredSpans, runs: Iterable[tuple[int, int]], capacity: int, **_: Any
+    ) -> tuple[RecurrentState, torch.Tensor]:
+        state = self.new_state(max(capacity, len(ids)))
+        computed = [*runs]
+        left = StoredSpans(span for span in held if not any(a <= span.start and span.stop <= b for a, b in computed))
+        logits = self.run_all(state, ids, left)
+        assert logits is not None, "the prompt's last token is computed"
+        wait_for(logits.device)
+        return state, logits
+
+
+def _use_own_attention(model: Any) -> None:
+    """Transformers' own, of two the first one that a class has."""
+    for name in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(name)
+        except (ValueError, ImportError):
+            continue
+        return

@@ -1,0 +1,238 @@
+"""Hybrids: chunks' state maps, composed, against the model's own modules, run over what was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheclip_testing import RuntimeConformance, build_class, make_tokenizer, tiny_of_class
+from transformers import CONFIG_MAPPING
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, SamplingParams, UnsupportedModelError
+from cacheclip_rag.fusion.in_order import PlacedKV
+from cacheclip_rag.fusion.wire import runs_of
+from cacheclip_rag.models import load_model, unload_models
+from cacheclip_rag.runtime import Runtime
+from cacheclip_rag.runtime.transformers import state_map, state_map_model
+from cacheclip_rag.runtime.transformers.cache import cache_argument
+from cacheclip_rag.runtime.transformers.rotary import Tables
+from cacheclip_rag.runtime.transformers.state_map_model import StateMapRuntime
+from cacheclip_rag.runtime.transformers.stored_state_map import StateMapLayout, StoredSpan, StoredSpans
+
+pytestmark = pytest.mark.skipif(state_map.LinearAttentionLayer is None, reason="this transformers is too old")
+
+FAMILIES = ("qwen3_5_text", "nemotron_h", "falcon_h1", "kimi_linear")
+FIRST, LAST = 16, 4
+IDS = (torch.arange(100) * 37 % 290 + 5).tolist()
+CONTEXT, CHUNKS, END = IDS[:24], (IDS[24:54], IDS[54:88]), IDS[88:]
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest difference as a share of the largest number."""
+    return float((one.float() - other.float()).abs().max() / other.float().abs().max())
+
+
+def runtime_of(name: str, dtype: torch.dtype = torch.float32) -> StateMapRuntime:
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    return StateMapRuntime(tiny_of_class(name).to(dtype), make_tokenizer(400), name=name, fingerprint="")
+
+
+def placed(runtime: StateMapRuntime, order: Sequence[Sequence[int]]) -> tuple[list[int], StoredSpans]:
+    """The ids of a prompt of context, chunks in this order and end, and what is stored of the former."""
+    context, at = runtime.encode(CONTEXT), 0
+    ids, pieces = list[int](), []
+    for text in (CONTEXT, *order):
+        kv = context if text is CONTEXT else runtime.encode(text, context)
+        pieces.append(PlacedKV(kv.flatten(), len(text), 0, len(text), at))
+        ids, at = ids + [*text], at + len(text)
+    nothing: Any = None
+    spans, unread = runtime.place(nothing, (), pieces)
+    assert len(spans) == 1 + len(order) and not unread
+    return ids + END, spans
+
+
+def composed(runtime: StateMapRuntime, ids: list[int], spans: StoredSpans) -> tuple[Any, torch.Tensor]:
+    rows = spans.computed(torch.tensor([len(ids) - 1]))
+    return runtime.compute_in_order(ids, spans, runs_of(rows.tolist()), len(ids))
+
+
+@torch.inference_mode()
+def rolled(runtime: StateMapRuntime, order: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits of the last token by transformers' own cache, into which the model's own modules roll a stored chunk:
+    each over the inputs that it had when the chunk was stored, from the state that the prompt has by then."""
+    model = runtime.model
+    cache, at = DynamicCache(config=model.config), 0
+
+    def run(into: DynamicCache, ids: Sequence[int], start: int) -> torch.Tensor:
+        positions = torch.arange(start, start + len(ids))[None]
+        return model(
+            input_ids=torch.tensor([ids]),
+            position_ids=positions,
+            use_cache=True,
+            **cache_argument(model.base_model, into),
+        ).logits[0, -1]
+
+    for text in (CONTEXT, *order):
+        before = [] if text is CONTEXT else CONTEXT
+        own, shift = DynamicCache(config=model.config), at - len(before)
+        inner = range(FIRST, len(text) - LAST)
+        run(own, [*before, *text[:FIRST]], shift)  # at positions of the prompt, from an empty state
+        tails = {number: own.layers[number].conv_states[0].clone() for number in runtime.mixers}
+        with runtime.mixers.calls() as calls:
+            run(own, text[inner.start : inner.stop], at + FIRST)
+        run(cache, text[:FIRST], at)
+        for number, mixer in runtime.mixers.items():
+            cache.layers[number].conv_states[0] = tails[number]
+            arguments = {**calls[number].arguments}
+            arguments |= {name: cache for name, value in arguments.items() if value is own}
+            arguments.pop("attention_mask", None)
+            mixer.module.forward(**{**arguments.pop("kwargs", {}), **arguments})
+        for number in runtime.attending:
+            kv = own.layers[number]
+            assert isinstance(kv, DynamicLayer)
+            cache.layers[number].update(kv.keys[:, :, -len(inner) :], kv.values[:, :, -len(inner) :])
+        run(cache, text[inner.stop :], at + inner.stop)
+        at += len(text)
+    return run(cache, END, at)
+
+
+def full(runtime: StateMapRuntime, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = runtime.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+class TestComposition:
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_equals_rolling_the_modules_of_the_model(self, name: str) -> None:
+        """Chunks at other positions, in another order than that of their text."""
+        runtime = runtime_of(name)
+        order = CHUNKS[::-1]
+        ids, spans = placed(runtime, order)
+        _, logits = composed(runtime, ids, spans)
+        expected = rolled(runtime, order)
+        assert gap(logits, expected) < 1e-5
+        assert gap(composed(runtime, ids, spans.without_factors())[1], expected) > 1e-3
+        assert gap(composed(runtime, *placed(runtime, CHUNKS))[1], expected) > 1e-3  # the order matters
+
+    @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+    def test_a_chunk_in_its_own_place_equals_full_prefill(self, name: str) -> None:
+        runtime = runtime_of(name)
+        ids, spans = placed(runtime, CHUNKS[:1])
+        state, logits = composed(runtime, ids, spans)
+        expected = full(runtime, [*ids, 7, 8])
+        assert gap(logits, expected[len(ids) - 1]) < 1e-5
+        assert gap(runtime.decode_step(state, 7), expected[-2]) < 1e-5
+        assert gap(runtime.decode_step(state, 8), expected[-1]) < 1e-5
+        other = [ids[0] + 1, *ids[1:]]
+        assert gap(logits, full(runtime, other)[-1]) > 1e-3
+
+    def test_in_bfloat16(self) -> None:
+        runtime = runtime_of("qwen3_5_text", torch.bfloat16)
+        ids, spans = placed(runtime, CHUNKS[:1])
+        assert gap(composed(runtime, ids, spans)[1], full(runtime, ids)[-1]) < 1e-2
+        assert gap(composed(runtime, ids, spans.without_factors())[1], full(runtime, ids)[-1]) > 1e-2
+
+    def test_a_pass_of_another_thread_changes_no_map(self) -> None:
+        runtime = runtime_of("qwen3_5_text")
+        with runtime.mixers.calls() as calls:
+            runtime.prefill(torch.tensor(CONTEXT), 30)
+            before = [call.arguments["hidden_states"] for call in calls.values()]
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(runtime.prefill, torch.tensor(END), 30).result()
+        assert len(before) == 2
+        assert all(call.arguments["hidden_states"] is each for call, each in zip(calls.values(), before, strict=True))
+
+    def test_all_of_a_chunk_is_computed_or_its_edges(self) -> None:
+        spans = StoredSpans([StoredSpan(2, 4, [], []), StoredSpan(6, 9, [], [])])
+        assert spans.computed(torch.tensor([0, 3, 6, 7, 8, 10])).tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
+
+    def test_parts_that_lack_what_is_mapped_are_not_read(self) -> None:
+        runtime = runtime_of("qwen3_5_text")
+        kv, nothing, size = runtime.encode(CHUNKS[0]), None, len(CHUNKS[0])
+        usable = [PlacedKV(kv.flatten(), size, *part, at=40) for part in ((0, size), (16, size - 20))]
+        lacking = [PlacedKV(kv.flatten(), size, *part, at=40) for part in ((17, size - 17), (0, size - 5))]
+        spans, unread = runtime.place(nothing, (), [*usable, *lacking])  # type: ignore[arg-type]
+        assert unread == lacking and [(span.start, span.stop) for span in spans] == [(56, 66), (40, 50)]
+
+
+class TestProof:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        unload_models()
+
+    @pytest.mark.parametrize("mistake", ["factor", "position", "tail"])
+    def test_a_mistake_is_refused(self, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        rotate, written = state_map_model.rotate, StateMapLayout.written
+
+        def late(keys: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
+            return rotate(keys, tables.map(lambda each: each.roll(3, 0)), dtype)
+
+        def without_tails(layout: Any, ids: Any, kv: Any, maps: Any) -> torch.Tensor:
+            return written(
+                layout, ids, kv, [each._replace(tails=tuple(0 * tail for tail in each.tails)) for each in maps]
+            )
+
+        if mistake == "factor":
+            monkeypatch.setattr(state_map.StateMap, "apply", lambda made, state: state + made.offset)
+        elif mistake == "position":
+            monkeypatch.setattr(state_map_model, "rotate", late)
+        else:
+            monkeypatch.setattr(StateMapLayout, "written", without_tails)
+        with pytest.raises(UnsupportedModelError, match="failed the proof|no affine map"):
+            load_model(build_class(tmp_path / "model", "qwen3_5_text"))
+
+    def test_is_kept_and_says_once_that_it_is_experimental(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = build_class(tmp_path / "model", "qwen3_5")  # the text of a multimodal checkpoint
+        runtime: Any = load_model(folder)
+        assert caplog.text.count("reuse is experimental") == 1 and runtime.layout.edges == (FIRST, LAST)
+        unload_models()
+        monkeypatch.setattr("cacheclip_rag.runtime.transformers.state_map_proof._gaps", lambda *_: pytest.fail("kept"))
+        load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_class(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text"))
+
+
+class TestConformance(RuntimeConformance):
+    @pytest.fixture
+    def runtime(self, folder: str) -> Runtime:
+        return load_model(folder)
+
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        hybrid: Any = runtime
+        return full(hybrid, ids.tolist())[-1]
+
+    def test_the_budget_is_kept(self, engine: CacheClipEngine) -> None:
+        """Beside the edges it counts in whole chunks."""
+        engine.precompute(chunks := [f"{word} " * 40 for word in ("lighthouse", "paraffin")])
+        stats = engine.generate("\n\n".join(chunks) + "\n\nWhen?", recompute_ratio=0.25).stats
+        assert stats.hits == 2 and stats.recomputed_tokens == 2 * (FIRST + LAST)
+
+
+class TestEngine:
+    def test_methods_that_choose_tokens_are_refused(self, folder: str, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(EngineConfig(primary=folder, auxiliary=tiny_models["auxiliary"]))
+        text = "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury."
+        engine.precompute([text])
+        stats = engine.generate(f"{text}\n\nWhen?", SamplingParams(max_tokens=1)).stats
+        assert stats.method == "epic" and stats.hits == 1 and stats.recomputed_tokens == FIRST + LAST
+        for name in ("cacheclip", "anchored", "block"):
+            with pytest.raises(ConfigurationError, match=r"recurrent layers.*\(full, prefix, direct, epic\)"):
+                engine.generate("When?", method=name)
+
+    def test_it_is_no_auxiliary(self, folder: str, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=folder))
+        with pytest.raises(ConfigurationError, match="auxiliary must be a model whose attention scores"):
+            engine.precompute(["The lamp burned whale oil until 1871."])
