@@ -816,25 +816,26 @@ def _cell(row: Mapping[str, Any], figure: str, sooner: str) -> str:
 
 
 def plot(found: Mapping[str, Any], file: Path) -> None:
-    """Median TTFT against context length, one part of the picture a case."""
+    """Median TTFT against context length, one part of the picture a case, one below the other so that a phone shows
+    them. The scale is logarithmic: seconds of a hit and of a whole prefill stand in one part."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cases = [case for case in CASES if any(row["case"] == case for row in found["rows"])]
-    figure = Figure(figsize=(4.5 * len(cases), 4.0), dpi=150, layout="constrained")
+    figure = Figure(figsize=(5.0, 0.9 + 3.2 * len(cases)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    parts = figure.subplots(1, len(cases), squeeze=False)[0]
+    parts = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
     for axes, case in zip(parts, cases, strict=True):
         for number, system in enumerate(SYSTEMS):
             rows = [row for row in found["rows"] if row["system"] == system and row["case"] == case]
             if rows:
                 look = {"marker": "osD^vP*X"[number], "color": f"C{number}", "label": system}
                 axes.plot([row["tokens"] for row in rows], [row["ttft_s"]["median"] for row in rows], **look)
-        axes.set(xlabel="tokens of chunks", ylabel="time to the first token (s, median)", title=NAMES.get(case, case))
+        axes.set(xlabel="tokens of chunks", ylabel="first token (s, median)", title=NAMES.get(case, case), yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    parts[0].legend()
+    figure.legend(*parts[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file)
 
 
