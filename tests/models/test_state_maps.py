@@ -130,8 +130,11 @@ class TestComposition:
         assert gap(logits, expected[len(ids) - 1]) < 1e-5
         assert gap(runtime.decode_step(state, 7), expected[-2]) < 1e-5
         assert gap(runtime.decode_step(state, 8), expected[-1]) < 1e-5
+        for cut in (len(ids) + 1, 3):  # computed again from the prompt's end, and from the beginning
+            logits = runtime.extend(state, torch.tensor([*ids, 7, 8][cut:]), cut)
+            assert logits is not None and gap(logits, expected[-1]) < 1e-5
         other = [ids[0] + 1, *ids[1:]]
-        assert gap(logits, full(runtime, other)[-1]) > 1e-3
+        assert gap(full(runtime, other)[-1], expected[len(ids) - 1]) > 1e-3
 
     def test_in_bfloat16(self) -> None:
         runtime = runtime_of("qwen3_5_text", torch.bfloat16)

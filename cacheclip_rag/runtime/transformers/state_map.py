@@ -62,6 +62,10 @@ class StateLayer(LinearAttentionLayer or DynamicLayer):  # type: ignore[misc]
         self.recurrent_states[index] = state.clone()
         self.is_recurrent_states_initialized[index] = self.has_previous_state[index] = True
 
+    def kept(self) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """Copies of what it keeps, as :meth:`put` takes them."""
+        return next((tails_of(self), each.clone(), n) for n, each in self.recurrent_states.items() if each is not None)
+
 
 class StateAndKVLayer(StateLayer, FusedLayer):
     """The same of a layer that attends, too."""

@@ -34,16 +34,38 @@ class RecurrentState:
     """A prompt, and its answer so far."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache, self.length = cache, 0
+        self.cache, self.ids = cache, list[int]()
+        self._recurrent = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+        self._mark, self._kept = 0, list[Any]()
 
     def get_seq_length(self) -> int:
-        return self.length
+        return len(self.ids)
+
+    def mark(self) -> None:
+        """Keep the recurrent states of now."""
+        self._mark, self._kept = len(self.ids), [layer.kept() for layer in self._recurrent if self.ids]
+
+    def back(self, num_tokens: int) -> list[int]:
+        """Go back to the last mark that is not behind so many tokens, or to the beginning. Returns the tokens from
+        there on, up to these."""
+        at = self._mark if self._mark <= num_tokens else 0
+        for number, layer in enumerate(self._recurrent):
+            layer.reset()
+            if at:
+                layer.put(*self._kept[number])
+        for layer in self.cache.layers:
+            if isinstance(layer, FusedLayer):
+                layer.cut(at)
+        again = self.ids[at:num_tokens]
+        del self.ids[at:]
+        return again
 
 
 class StateMapRuntime(TextModel):
     """One loaded hybrid. It computes in the prompt's order, and its stored KV is opaque (:mod:`.stored_state_map`)."""
 
     can_score = keeps_prefixes = reads_kv = False
+    can_extend = True
     kv_codec = "opaque"
     computed_edges = StateMapLayout.edges
 
@@ -107,15 +129,7 @@ class StateMapRuntime(TextModel):
         with self.mixers.calls() as calls:
             self.run(state, ids[own.start : own.stop], head=False)
         maps = [mixer.measure(calls[number], tails[number]) for number, mixer in self.mixers.items()]
-        return self.layout.written(ids, self.kept(state, range(start + own.start, start + own.stop)), maps)
-
-    def kept(self, state: RecurrentState, slots: range, *, moved: int = 0) -> list[torch.Tensor]:
-        """Of each layer that attends, keys before RoPE, if they stand ``moved`` positions further, and values."""
-        numbers, tables = list[torch.Tensor](), self.rotary.tables(torch.arange(slots.start, slots.stop) + moved)
-        for number, of_layer in zip(self.attending, tables, strict=True):
-            layer, own = state.cache.layers[number], slice(slots.start, slots.stop)
-            numbers += [unrotate(layer.keys[0, :, own], of_layer), layer.values[0, :, own]]
-        return numbers
+        return self.layout.written(ids, keys_and_values(self, state, range(start + own.start, start + own.stop)), maps)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -135,27 +149,28 @@ class StateMapRuntime(TextModel):
                 layers.append(DynamicLayer() if isinstance(kind, DynamicLayer) else type(kind)())
         return RecurrentState(Cache(layers=layers))
 
-    def run(self, state: RecurrentState, ids: Sequence[int], *, head: bool = True, moved: int = 0) -> torch.Tensor:
-        """Run tokens right after those of the state, at positions ``moved`` further. Returns the last one's logits,
-        ``(vocab_size,)``, or without ``head`` hidden states."""
-        stop = state.length + len(ids)
+    def run(
+        self, state: RecurrentState, ids: Sequence[int], *, head: bool = True, logits_to_keep: int = 1, moved: int = 0
+    ) -> torch.Tensor | None:
+        """Run tokens right after those of the state, at positions ``moved`` further. Returns as :meth:`extend`."""
+        start = len(state.ids)
         decoder = decoder_of(self.model)
         arguments = {
             "input_ids": torch.tensor([[*ids]], device=self.device),
-            "position_ids": torch.arange(state.length + moved, stop + moved, device=self.device)[None],
+            "position_ids": torch.arange(start + moved, start + moved + len(ids), device=self.device)[None],
             "use_cache": True,
             **cache_argument(decoder, state.cache),
         }
         with self.pass_lock:
             if head:
-                output: torch.Tensor = self.model(**arguments, logits_to_keep=1).logits[0, -1]
+                logits: torch.Tensor = self.model(**arguments, logits_to_keep=logits_to_keep).logits[0]
             else:
-                output = decoder(**arguments).last_hidden_state[0]
-        state.length = stop
-        return output
+                decoder(**arguments)
+        state.ids += ids
+        return None if not head else logits[-1] if logits_to_keep == 1 else logits
 
-    def _apply(self, state: RecurrentState, span: StoredSpan) -> None:
-        """Go on by a stored span."""
+    def _apply(self, state: RecurrentState, ids: Sequence[int], span: StoredSpan) -> None:
+        """Go on by a stored span, which has these tokens."""
         tables = self.rotary.tables(torch.arange(span.start, span.stop))
         for number, (keys, values), of_layer in zip(self.attending, span.kv, tables, strict=True):
             layer = state.cache.layers[number]
@@ -166,7 +181,7 @@ class StateMapRuntime(TextModel):
             old = layer.recurrent_states[mixer.index]
             tails = [tail[None].to(old.device, self.dtype) for tail in made.tails]
             layer.put(tails, made.apply(old).to(old.dtype), mixer.index)
-        state.length = span.stop
+        state.ids += ids
 
     def run_all(self, state: RecurrentState, ids: Sequence[int], spans: StoredSpans) -> torch.Tensor | None:
         """Run the tokens that no span has, in order. Returns the last run's logits."""
@@ -174,19 +189,37 @@ class StateMapRuntime(TextModel):
         logits = None
         for number, (start, stop) in enumerate(pairwise(edges)):
             if number % 2:
-                self._apply(state, spans[number // 2])
+                self._apply(state, ids[start:stop], spans[number // 2])
             elif start < stop:
                 logits = self.run(state, ids[start:stop], head=stop == len(ids))
         return logits
 
-    @torch.inference_mode()
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[RecurrentState, torch.Tensor]:
-        state = self.new_state(max(capacity, len(ids)))
-        return state, self.run(state, ids.tolist())
+        return self.compute_in_order(ids.tolist(), StoredSpans(), [(0, len(ids))], capacity)
+
+    def begin(self, match: KVMatch, capacity: int) -> RecurrentState:
+        assert not match.num_tokens, "KV of earlier prompts is not kept"
+        return self.new_state(capacity)
+
+    @torch.inference_mode()
+    def extend(
+        self, state: RecurrentState, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
+    ) -> torch.Tensor | None:
+        self.cut(state, start)
+        state.mark()
+        return self.run(state, ids.tolist(), head=head, logits_to_keep=logits_to_keep)
+
+    @torch.inference_mode()
+    def cut(self, state: RecurrentState, num_tokens: int) -> None:
+        """States are not cut: what follows the last mark is computed again."""
+        if num_tokens < len(state.ids) and (again := state.back(num_tokens)):
+            self.run(state, again, head=False)
 
     @torch.inference_mode()
     def decode_step(self, state: RecurrentState, token_id: int) -> torch.Tensor:
-        return self.run(state, [token_id])
+        logits = self.run(state, [token_id])
+        assert logits is not None, "one token was computed"
+        return logits
 
     # -- fusion -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +249,19 @@ class StateMapRuntime(TextModel):
         logits = self.run_all(state, ids, left)
         assert logits is not None, "the prompt's last token is computed"
         wait_for(logits.device)
+        state.mark()
         return state, logits
+
+
+def keys_and_values(
+    runtime: StateMapRuntime, state: RecurrentState, slots: range, *, moved: int = 0
+) -> list[torch.Tensor]:
+    """Of each layer that attends, keys before RoPE, if they stand ``moved`` positions further, and values."""
+    numbers, tables = list[torch.Tensor](), runtime.rotary.tables(torch.arange(slots.start, slots.stop) + moved)
+    for number, of_layer in zip(runtime.attending, tables, strict=True):
+        layer, own = state.cache.layers[number], slice(slots.start, slots.stop)
+        numbers += [unrotate(layer.keys[0, :, own], of_layer), layer.values[0, :, own]]
+    return numbers
 
 
 def _use_own_attention(model: Any) -> None:

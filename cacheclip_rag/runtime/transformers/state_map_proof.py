@@ -18,7 +18,7 @@ from .kept import device_name, kept, kept_file
 from .packed_weights import weights_kept
 from .proof import gap_between, noise_of, ordinary_ids, unmodified_logits
 from .quantised_weights import check_rows
-from .state_map_model import StateMapRuntime
+from .state_map_model import StateMapRuntime, keys_and_values
 from .stored_state_map import StoredSpans
 from .twin import described, make_twin
 
@@ -135,10 +135,10 @@ def _gaps_of_moved(runtime: StateMapRuntime, ids: torch.Tensor) -> dict[str, flo
         [state.cache.layers[number].recurrent_states[mixer.index] for number, mixer in runtime.mixers.items()]
         for state in (here, there)
     ]
-    kept_here, kept_there = runtime.kept(here, slots), runtime.kept(there, slots, moved=_MOVED)
+    kept_here, kept_there = keys_and_values(runtime, here, slots), keys_and_values(runtime, there, slots, moved=_MOVED)
     pairs = zip(kept_there + states[1], kept_here + states[0], strict=True)
     gaps = {"moved": max(gap_between(*pair) for pair in pairs)}
     if any(runtime.rotary.readings):
-        wrong = runtime.kept(there, slots, moved=_MOVED - _WRONG)
+        wrong = keys_and_values(runtime, there, slots, moved=_MOVED - _WRONG)
         gaps[_ELSEWHERE] = max(gap_between(*pair) for pair in zip(wrong, kept_here, strict=True))
     return gaps
