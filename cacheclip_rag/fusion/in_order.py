@@ -114,7 +114,7 @@ def _fused(
         return None
     layout, known = kept.layout, kept.known
     rows = choose_rows(known, [(span, mask) for span, mask in chosen.items() if span in kept.reused])
-    if runtime.computed_edges:
+    if runtime.computed_edges[0]:
         rows = held.computed(rows)
     runs = runs_of(rows.tolist())
     with clock.phase("recompute"):

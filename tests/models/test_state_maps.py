@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_testing import RuntimeConformance, build_class, make_tokenizer, tiny_of_class
+from cacheclip_testing import SENTENCES, RuntimeConformance, build_class, make_tokenizer, tiny_of_class
 from transformers import CONFIG_MAPPING
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -227,10 +227,12 @@ class TestConformance(RuntimeConformance):
 class TestEngine:
     def test_methods_that_choose_tokens_are_refused(self, folder: str, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=folder, auxiliary=tiny_models["auxiliary"]))
-        text = "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury."
+        text = " ".join(SENTENCES[:4])
         engine.precompute([text])
         stats = engine.generate(f"{text}\n\nWhen?", SamplingParams(max_tokens=1)).stats
         assert stats.method == "epic" and stats.hits == 1 and stats.recomputed_tokens == FIRST + LAST
+        part = engine.plan(f"{text[:200]}\n\nWhen?")  # without the end of what its map covers
+        assert part.layout.chunks and not part.reused
         for name in ("cacheclip", "anchored", "block"):
             with pytest.raises(ConfigurationError, match=r"recurrent layers.*\(full, prefix, direct, epic\)"):
                 engine.generate("When?", method=name)
