@@ -64,7 +64,8 @@ def decode(
         answer.prefilled.keep_prefix(answer.cache, answer.ids)
         raise
     assert answer.first_s is not None, "text stays at the latest when the answer was verified"
-    stats = replace(stats, ttft_s=stats.ttft_s + answer.first_s)
+    phases_s = {**stats.phases_s, "first": stats.phases_s["first"] + answer.first_s}
+    stats = replace(stats, phases_s=phases_s, ttft_s=stats.ttft_s + answer.first_s)
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
     if beside is not None:
@@ -77,7 +78,7 @@ def decode(
         tuple(answer.ids),
         reason,
         stats,
-        answer.prefilled.trace,
+        None if answer.prefilled.trace is None else answer.prefilled.trace(),
         reasoning=answer.reasoning + answer.stream.reasoning,
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of),
         stop_string=answer.stream.stopped_by,

@@ -202,8 +202,9 @@ class Answering:
         clock = prompt.prefilling.clock
         clock.queued_s = clock.elapsed() - clock.seconds["lookup"]
         plan = self._plan(prompt)
-        for observer in observers:
-            plan = observer.on_plan(plan, prompt.prefilling.kv_sources) or plan
+        with clock.phase("lookup"):
+            for observer in observers:
+                plan = observer.on_plan(plan, prompt.prefilling.kv_sources) or plan
         prefilled = replace(prompt.prefilling, pause=pause).run(plan)
         if plan.prediction is not None:
             self.parts.controllers.observe(prompt.request.method, plan, prefilled.stats)

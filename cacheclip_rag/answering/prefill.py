@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import KVSource, State, wait_for
 from ..runtime.prompt_cache import Approximate
+from .trace import media_of, trace_of
 from .turns import CALLER, Pause
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class Prefilled:
     """Takes exact KV into the prefix cache; None if it may keep nothing of this prompt."""
     continuing: Keep | None = None
     """Takes approximate KV, which later prompts continue; None: it is exact, or the method does not allow it."""
-    trace: Trace | None = None
+    trace: Callable[[], Trace] | None = None
+    """Says what the KV was made of, which takes longer than a token; None: nobody asked."""
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
     min_confidence: float = 0.0
@@ -105,7 +107,7 @@ class Prefilling:
     answer_tokens: int
     """For which there is room after the prompt."""
     trace: bool = False
-    """Whether it is recorded which tokens were computed again."""
+    """Whether it is recorded what the KV is made of."""
     call_confidence: float = 0.0
     """Least confidence of the first token where earlier prompts left approximate KV, if it is more than the method's.
     """
@@ -122,11 +124,12 @@ class Prefilling:
             prefilled = self._plain_instead(plan, plan.bypass, planned)
             return replace(prefilled, stats=replace(prefilled.stats, bypassed=True))
         capacity = plan.layout.num_tokens + self.answer_tokens
+        media = media_of(plan, self.kv_sources) if self.trace else {}
         fused = self.kv_sources.primary.runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock)
         if fused is None:
             why = f"no chunk of {len(plan.layout.chunks)} could be read, and no KV of earlier prompts"
             return self._plain(replace(plan.reusing(()), fallback=why))
-        prefilled = self._fused(fused)
+        prefilled = self._fused(fused, media)
         sure, least = prefilled.stats.confidence, prefilled.min_confidence
         assert sure is not None, "every prefill has a confidence"
         if prefilled.is_exact or sure >= least:
@@ -149,7 +152,7 @@ class Prefilling:
         counts = {name: getattr(planned, name) for name in _COUNTS}
         return replace(prefilled, stats=replace(prefilled.stats, **counts), missing=plan.missing_texts)
 
-    def _fused(self, fused: Fused) -> Prefilled:
+    def _fused(self, fused: Fused, media: Mapping[str, str]) -> Prefilled:
         plan, recomputed, sources = fused.plan, fused.recomputed, self.kv_sources
         known, shares = plan.known, sources.shares_prefixes(plan.method, plan.layout)
         stats = stats_of(plan, self.clock, fused.logits, len(recomputed))
@@ -183,10 +186,7 @@ class Prefilling:
                 moved_tokens=known.count(KVSource.MOVED) - int((known.source[recomputed] == KVSource.MOVED).sum()),
                 moved_past=known.moved_past,
             )
-        seen = None
-        if self.trace:
-            chunks = tuple((span.start, span.stop) for span in plan.reused)
-            seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
+        seen = partial(trace_of, plan, sources, recomputed, fused.scores, media, is_exact) if self.trace else None
         least = max(plan.method.min_confidence, self.call_confidence if known.is_approximate else 0.0)
         missing = plan.missing_texts
         return Prefilled(
@@ -225,8 +225,9 @@ class Prefilling:
         stats = replace(stats_of(used, self.clock, logits), misses=0, missed_tokens=0)
         stats = replace(stats, charged_ratio=stats.effective_ratio)
         keeping = self.keep_exact() if self.kv_sources.shares_prefixes(method, layout) else None
+        seen = partial(trace_of, used, self.kv_sources) if self.trace else None
         if not method.reuses_chunks:
-            return Prefilled(layout, state, logits, stats, (), keeping)
+            return Prefilled(layout, state, logits, stats, (), keeping, trace=seen)
         stats = replace(
             stats,
             method="prefix" if match.num_tokens else "full",
@@ -235,7 +236,7 @@ class Prefilling:
             fallback=plan.fallback,
         )
         logger.info("answered by plain prefill: %s", plan.fallback)
-        return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
+        return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping, trace=seen)
 
 
 def stats_of(plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0) -> FusionStats:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-PHASES = ("lookup", "read", "select", "assemble", "recompute")
+PHASES = ("lookup", "read", "select", "assemble", "recompute", "first")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
-tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
-others: only the time in which the request waits for it counts."""
+tokens, write KV at true positions, run the primary (plain prefill counts here completely), keep KV for later prompts
+and choose the first token (with ``finish="revise"``, until one stays). Reading goes on beside the others: only the time
+in which the request waits for it counts. With the time in the queue they are the whole time."""
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@ is known about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..prompt.tools import ToolCall
@@ -146,8 +146,49 @@ class FusionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceText:
+    """A known text of a prompt: stored, or given with it."""
+
+    text: str
+    """The whole text, of which the prompt may have a part."""
+    num_tokens: int
+    """Tokens of the whole text."""
+    is_stored: bool
+    """Whether its KV is stored for this engine."""
+    medium: str | None = None
+    """What its KV was read from: ``memory``, ``page cache``, ``disk``, ``s3`` …; None: it was not read."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Its sources, each with its document or an empty string; the source of learned texts is ``learned``."""
+    is_altered: bool = False
+    """Whether it stands in the prompt in another form only, which has other tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """Neighbouring tokens of a prompt whose KV has one source."""
+
+    start: int
+    stop: int
+    kind: str
+    """``fresh`` (computed), ``chunk`` (a stored text's), ``prefix`` (the shared prefix's, as stored), ``cached`` (the
+    prefix cache's), ``continued`` or ``moved`` (an earlier prompt's)."""
+    is_exact: bool
+    """Whether this KV equals full prefill's before any token is computed again."""
+    text: int | None = None
+    """Number of the text, in :attr:`Trace.texts`, whose tokens these are."""
+    is_control: bool = False
+    """Whether the chat template wrote them."""
+    scores: tuple[float, ...] = ()
+    """Of each token, by which some were chosen to be computed again; empty: none was scored."""
+    score_share: float | None = None
+    """Share of the prompt's scores that these tokens have, 0 to 1."""
+    past: float | None = None
+    """Of moved and continued KV: mean share, 0 to 1, of what stood before these tokens that stands there again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
-    """What of a prompt was computed again, for requests with ``trace``."""
+    """What the KV of a prompt was made of, for requests with ``trace``. With ``gated``: of the reusing pass."""
 
     token_ids: tuple[int, ...]
     """Token ids of the whole prompt."""
@@ -155,6 +196,20 @@ class Trace:
     """``(start, stop)`` of each reused chunk, in tokens."""
     recomputed: tuple[int, ...]
     """Positions of the recomputed chunk tokens."""
+    tokens: tuple[str, ...]
+    """Text of each token, of a control token its name. A character of several tokens stands with the last of them."""
+    spans: tuple[TraceSpan, ...]
+    """All tokens, in order."""
+    texts: tuple[TraceText, ...]
+    """Stored texts that the prompt has, whole or in part, and given ones."""
+    is_exact: bool
+    """Whether all KV equals plain prefill's."""
+    turns: int
+    """Earlier answers whose approximate KV the prompt continues or moves."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +239,7 @@ class Answer:
     """``stop`` (end of turn or a stop string) or ``length``."""
     stats: FusionStats
     trace: Trace | None = None
-    """Set if the request has ``trace`` and chunks were reused."""
+    """Set if the request has ``trace``."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that the model asks for, if the request has tools. ``text`` does not contain them."""
     reasoning: str = ""
@@ -245,3 +300,5 @@ class Fused:
     stale: np.ndarray[Any, Any] | None = None
     """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, but for a correction; None if no prompt
     may continue this KV."""
+    scores: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """``(num_tokens,)`` scores of the tokens of chunks, by the chunk's first position, where a method rated them."""

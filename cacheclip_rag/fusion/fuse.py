@@ -14,7 +14,7 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -72,7 +72,10 @@ class _FusedPass:
                 scorable = [span for span in plan.reused if plan.known.is_scorable(span)]
                 view = view_of(plan, self.kv_sources, clock, scorable, reading.start)
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
-            return reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
+            fused = reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
+            with clock.phase("read"):
+                reading.close()
+            return fused
 
     def _assemble_and_recompute(
         self,
@@ -142,7 +145,7 @@ class _FusedPass:
             assert logits is not None
             wait_for(logits.device)
         cache.tables = ()  # decoding goes on beyond the prompt
-        return fused_of(cache, logits, plan, rows)
+        return fused_of(cache, logits, plan, rows, zip(scores, view.rated, strict=False))
 
     def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -187,12 +190,15 @@ def view_of(
     )
 
 
-def fused_of(state: State, logits: torch.Tensor, plan: Plan, rows: torch.Tensor) -> Fused:
-    """A prompt's KV after ``rows`` were computed."""
+def fused_of(
+    state: State, logits: torch.Tensor, plan: Plan, rows: torch.Tensor, rated: Iterable[tuple[Span, torch.Tensor]]
+) -> Fused:
+    """A prompt's KV after ``rows`` were computed. ``rated``: chunks with ``(num_tokens,)`` scores of their tokens."""
     computed, stale = rows.numpy(), plan.known.stale.copy()
     stale[computed] = False
     chosen: list[int] = computed[plan.known.chunk[computed]].tolist()
-    return Fused(state, logits, plan, chosen, int(computed[0]), stale)
+    scores = {span.start: scores for span, scores in rated}
+    return Fused(state, logits, plan, chosen, int(computed[0]), stale, scores)
 
 
 # -- for another process, or an engine that shows no KV ----------------------------------------------------------------
@@ -204,7 +210,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
     ConfigurationError for another method."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not plan.known.held.any(), "only stored chunks can be planned ahead"
-    chosen = choose_ahead(plan, kv_sources, clock=clock)
+    chosen, _ = choose_ahead(plan, kv_sources, clock=clock)
     rows = choose_rows(plan.known, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
@@ -233,10 +239,10 @@ def choose_ahead(
     *,
     clock: PhaseClock,
     when_read: Callable[[], None] | None = None,
-) -> dict[Span, torch.Tensor]:
+) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
-    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. Raises ConfigurationError for another
-    method."""
+    no KV of the primary; and ``(num_tokens,)`` scores, if it rated tokens. ``when_read``: called when the auxiliary's
+    KV is read. Raises ConfigurationError for another method."""
     method = plan.method
     if not method.plans_ahead:
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
@@ -247,7 +253,7 @@ def choose_ahead(
         early = method.score(view)
         assembled = CacheView(**vars(view), runtime=unread, cache=unread)
         masks = method.select(assembled, early)
-    return dict(zip(spans, masks, strict=True))
+    return dict(zip(spans, masks, strict=True)), dict(zip(spans, assembled.rated, strict=False))
 
 
 class _Unread:

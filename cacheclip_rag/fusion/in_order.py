@@ -104,7 +104,7 @@ def _fused(
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start)
+        chosen, rated = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start)
         with clock.phase("read"):
             stored = reading.until_whole(partial(_read, texts))
         clock.reading_s += reading.busy_s()
@@ -123,7 +123,7 @@ def _fused(
         weight = plan.method.mean_change
         correct = runtime.late_correction(held, spans, runs, weight) if weight else None
         state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
-    return fused_of(state, logits, kept, rows)
+    return fused_of(state, logits, kept, rows, rated.items())
 
 
 def _read(texts: Sequence[str], reading: ReadAhead) -> dict[str, KV | None]:

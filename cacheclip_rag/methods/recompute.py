@@ -100,6 +100,7 @@ class Recompute(Method):
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.budget.is_open(view):
             scores = self.scorer.after_read(view, scores)
+            view.rated.extend(scores)
         return self.budget.select(view, scores)
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:

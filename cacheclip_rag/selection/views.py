@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class CacheView(PromptView):
     runtime: ModelRuntime
     """The primary model."""
     cache: FusedCache
+    rated: list[torch.Tensor] = field(default_factory=list)
+    """Takes the final scores of a method that rates tokens, per span ``(num_tokens,)``, for the answer's trace."""
 
 
 def per_span(spans: Sequence[Span], value: float) -> list[torch.Tensor]:

@@ -56,14 +56,16 @@ class Sources:
         sql = "SELECT DISTINCT CAST(source AS BLOB) FROM sources WHERE namespace = ? ORDER BY source"
         return [source.decode("utf-8", "replace") for (source,) in self._database.query(sql, (namespace,))]
 
+    def holders(self, namespace: str, digest: bytes) -> list[tuple[str, str]]:
+        sql = "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?"
+        return [(source, document) for source, document in self._database.query(sql, (namespace, digest))]
+
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         gone = set(gone)
         texts: dict[bytes, str] = {}
         for name in sorted(gone):
             for digest, text in self._texts_of(namespace, name):
-                holders = self._database.query(
-                    "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (namespace, digest)
-                )
+                holders = self.holders(namespace, digest)
                 if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
                     texts[digest] = text
         return list(texts.values())

@@ -21,6 +21,9 @@ class SourcesView(Protocol):
     def names(self, namespace: str) -> list[str]:
         """All sources, each once."""
 
+    def holders(self, namespace: str, digest: bytes) -> list[tuple[str, str]]:
+        """Sources of a text, each with its document or an empty string."""
+
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except those in ``keep``."""
 

@@ -58,9 +58,10 @@ def test_a_store_remembers_its_codec_and_what_its_chunks_are_behind(
 
 def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
     arguments = ("ask", "When was the lighthouse built?", "--store", stored, "--max-tokens", "12")
-    plain, machine = cacheclip(*arguments), cacheclip(*arguments, "--json")
+    plain, machine = cacheclip(*arguments), cacheclip(*arguments, "--json", "--trace")
     assert machine.code == plain.code == 0
     result = machine.json
+    assert {text["is_stored"] for text in result["trace"]["texts"]} == {True} and len(result["trace"]["texts"]) >= 3
     assert plain.out.startswith(result["answer"])
     assert "island.txt" in plain.out and "first token after" in plain.out
     assert "(ratio: nominal 0.200, effective 0.2" in plain.out and ", charged 0.2" in plain.out

@@ -51,6 +51,8 @@ class CacheClipField(BaseModel):
     """``off``: no KV of earlier prompts that stood at another position, or behind other text."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
+    trace: bool | None = None
+    """Whether the response says what the KV was made of (``Answer.trace``); not with ``hide_hits``."""
     background: bool | None = None
     """Whether the answer waits behind others; default for Open WebUI's titles, tags and follow-up questions."""
     tenant: Annotated[str | None, _checked(check_namespace)] = None
@@ -66,6 +68,7 @@ class CacheClipField(BaseModel):
             documents=self.documents,
             finish=self.finish,
             moved=self.moved,
+            trace=bool(self.trace),
         )
 
     def model_post_init(self, context: Any, /) -> None:

@@ -242,5 +242,7 @@ def _reason(answer: Answer) -> str:
 
 
 def statistics(answer: Answer) -> dict[str, Any]:
-    """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.fusion.answer.FusionStats`."""
-    return {"cacheclip": answer.stats.to_dict()}
+    """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.fusion.answer.FusionStats`, and its
+    trace if the request asked for it."""
+    trace = {} if answer.trace is None else {"trace": answer.trace.to_dict()}
+    return {"cacheclip": {**answer.stats.to_dict(), **trace}}

@@ -270,6 +270,10 @@ class TestField:
         said = ask(client, extra_body={"cacheclip": {"method": "direct", "question": QUESTION}})
         assert said.cacheclip["method"] == "direct" and said.cacheclip["recomputed_tokens"] == 0
 
+    def test_a_trace(self, client: OpenAI) -> None:
+        trace = ask(client, extra_body={"cacheclip": {"trace": True}}).cacheclip["trace"]
+        assert [text["text"] for text in trace["texts"]] == CHUNKS
+
     def test_a_confidence(self, client: OpenAI) -> None:
         unsure = ask(client, extra_body={"cacheclip": {"ratio": 0.1, "min_confidence": 1.0}}).cacheclip
         assert unsure["gated"] is True and unsure["nominal_ratio"] == 0.1

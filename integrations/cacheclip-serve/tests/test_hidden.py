@@ -57,7 +57,7 @@ def hiding(config: EngineConfig) -> Iterator[Served]:
 
 
 class TestServer:
-    @pytest.mark.parametrize("field", [{}, {"method": "direct"}, {"ratio": 0.5}, {"finish": "verify"}])
+    @pytest.mark.parametrize("field", [{}, {"method": "direct"}, {"ratio": 0.5}, {"finish": "verify"}, {"trace": True}])
     def test_the_same_with_and_without_hits(self, hiding: Served, field: dict[str, Any]) -> None:
         seen = []
         for _ in range(2):

@@ -77,6 +77,7 @@ _WITHOUT_EFFECT = {
     "min_confidence": "vLLM gives no logits before the answer begins",
     "finish": "answers of vLLM are not verified",
     "moved": "vLLM moves no KV",
+    "trace": "vLLM does not say what its KV was made of",
 }
 
 
@@ -85,7 +86,7 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
     effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
-        if getattr(found, name) not in (None, "none", "off", "idle"):
+        if getattr(found, name) not in (None, "none", "off", "idle", False):
             raise unsupported(f"cacheclip.{name}", f"cacheclip.{name} has no effect here: {why}. Leave it out.")
     if isinstance(found.ratio, str):
         raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")

@@ -33,6 +33,7 @@ def ask(
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    trace: Annotated[bool, typer.Option(help="With --json: say what the prompt's KV was made of.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
@@ -62,7 +63,9 @@ def ask(
     answer, shown = None, ""
     variables = settings.table(AskTable).chat_template_kwargs
     prompt = rag_prompt(texts, question)
-    for event in engine.stream(prompt, params, question=question, documents=texts, chat_template_kwargs=variables):
+    for event in engine.stream(
+        prompt, params, question=question, documents=texts, chat_template_kwargs=variables, trace=trace
+    ):
         shown = shown[: event.revised_from] + event.text
         if not as_json:  # what is printed cannot be withdrawn
             sys.stdout.write(event.text if event.revised_from is None else f"\n\nrevised answer:\n{shown}")
@@ -77,6 +80,7 @@ def ask(
                 **({"reasoning": answer.reasoning} if answer.reasoning else {}),
                 "sources": _sources(passages),
                 "stats": answer.stats.to_dict(),
+                **({"trace": answer.trace.to_dict()} if answer.trace is not None else {}),
             }
         )
     else:
