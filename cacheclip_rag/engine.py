@@ -95,10 +95,11 @@ class CacheClipEngine(Closing):
             MissWarning(),
             self.metrics,
             *([Tracing(self.config.primary)] if is_traced() else []),
-            ShadowChecker(lambda: self.primary, self.metrics, watch, rate=self.config.shadow_rate),
-            *brought_observers(self.config),
         ]
         """Observers of every plan and every answer. Append your own."""
+        rate = self.config.shadow_rate
+        shadow = ShadowChecker(lambda: self.primary, self.metrics, watch, rate=rate, others=self.observers)
+        self.observers += [shadow, *brought_observers(self.config)]
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         with_whole_characters as with_whole_characters,
     )
     from .aio import answer_in_thread as answer_in_thread, iterate_in_thread as iterate_in_thread
+    from .explain import explain_miss as explain_miss, plausible as plausible
     from .finishing import final_events as final_events
     from .forced_tools import (
         SCHEMA_OF_CALLS as SCHEMA_OF_CALLS,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         is_neutral as is_neutral,
         says_nothing as says_nothing,
     )
+    from .page import whole_page as whole_page
     from .precomputing import (
         PrecomputeCost as PrecomputeCost,
         all_stored as all_stored,
@@ -68,9 +70,11 @@ __getattr__, __all__ = late_names(
         "..prompt.segments": "chunk_texts normalise_chunk",
         "..prompt.tools": "as_name as_object check_tools past_calls with_whole_characters",
         "aio": "answer_in_thread iterate_in_thread",
+        "explain": "explain_miss plausible",
         "finishing": "final_events",
         "forced_tools": "SCHEMA_OF_CALLS allowed_tools can_constrain forced_tool uses_tools with_tool_choice",
         "neutral": "IGNORED NEUTRAL changes_nothing is_neutral says_nothing",
+        "page": "whole_page",
         "precomputing": "PrecomputeCost all_stored precompute_cost precompute_in_batches",
         "remote": "RemoteEngine",
         "served": "ServedFields",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,10 @@ class Observer(Closing):
 
     def on_answer(self, answered: ObservedAnswer) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""
+
+    def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
+        """Called when an answer was compared with full prefill, by another thread: at each of its first tokens,
+        ``choices`` has full prefill's likeliest one after the same tokens before."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for background work; False after ``timeout_s`` seconds."""

@@ -58,16 +58,23 @@ class ShadowChecker(Observer):
     """Chooses answers at random and compares them with full prefill."""
 
     def __init__(
-        self, find_runtime: Callable[[], Runtime], metrics: Metrics, watch: PromiseWatch, *, rate: float
+        self,
+        find_runtime: Callable[[], Runtime],
+        metrics: Metrics,
+        watch: PromiseWatch,
+        *,
+        rate: float,
+        others: Sequence[Observer] = (),
     ) -> None:
         """
         Args:
             find_runtime: returns the primary model's runtime; first called after the first answer.
             watch: counts whole greedy answers that differ. Answers of ``finish`` do not count: they are corrected, or
                 marked where they differ.
+            others: told what full prefill chooses along an answer (:meth:`Observer.on_compared`).
         """
         self._find_runtime = find_runtime
-        self._metrics, self._watch = metrics, watch
+        self._metrics, self._watch, self._others = metrics, watch, others
         self._rate = rate
         self._random = random.Random()
         self._pending: set[Future[None]] = set()
@@ -140,6 +147,8 @@ class ShadowChecker(Observer):
         equal = [token == choice for token, choice in zip(verified.given, verified.choices, strict=True)]
         agreement = sum(equal) / len(equal) if is_greedy(answered.params) else None
         self._record(kl, agreement, len(equal), answered.answer.stats)
+        if verified.given == answered.answer.token_ids[: len(verified.given)]:  # else it was revised
+            self._tell(answered.answer.token_ids, verified.choices)
 
     def _record(self, kl: float, agreement: float | None, num_tokens: int, stats: FusionStats) -> None:
         self._metrics.record_shadow(kl, agreement)
@@ -163,6 +172,11 @@ class ShadowChecker(Observer):
         answer_ids = request.answer_ids
         if runtime.pinned_rope:  # above this length the answer used other rotary frequencies
             answer_ids = answer_ids[: max(1, runtime.reuse_tokens - num_tokens)]
-        along = read_along(runtime, cache, logits, answer_ids)
-        answer = torch.tensor(answer_ids, device=along.device)
-        return kl, float((along.argmax(-1) == answer).float().mean())
+        choices = read_along(runtime, cache, logits, answer_ids).argmax(-1)
+        self._tell(request.answer_ids, choices.tolist())
+        answer = torch.tensor(answer_ids, device=choices.device)
+        return kl, float((choices == answer).float().mean())
+
+    def _tell(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
+        for each in self._others:
+            each.on_compared(token_ids, choices)

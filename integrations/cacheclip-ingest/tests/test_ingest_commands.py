@@ -56,12 +56,15 @@ def test_a_store_remembers_its_codec_and_what_its_chunks_are_behind(
         assert other.code == 2 and f"{name} {own!r}, not {given!r}" in other.err
 
 
-def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
+def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
     arguments = ("ask", "When was the lighthouse built?", "--store", stored, "--max-tokens", "12")
-    plain, machine = cacheclip(*arguments), cacheclip(*arguments, "--json", "--trace")
+    page = tmp_path / "answer.html"
+    plain, machine = cacheclip(*arguments, "--inspect", page), cacheclip(*arguments, "--json", "--trace")
+    assert "island.txt" in page.read_text() and "<h1>When was the lighthouse built?</h1>" in page.read_text()
     assert machine.code == plain.code == 0
     result = machine.json
-    assert {text["is_stored"] for text in result["trace"]["texts"]} == {True} and len(result["trace"]["texts"]) >= 3
+    texts = result["trace"]["texts"]
+    assert len(texts) >= 3 and all(text["is_stored"] and "island.txt" in text["sources"][-1][1] for text in texts)
     assert plain.out.startswith(result["answer"])
     assert "island.txt" in plain.out and "first token after" in plain.out
     assert "(ratio: nominal 0.200, effective 0.2" in plain.out and ", charged 0.2" in plain.out

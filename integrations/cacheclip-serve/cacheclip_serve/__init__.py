@@ -4,7 +4,7 @@ A request passes the files in this order: ``app.py`` (paths, time limit, streams
 ``responses_api.py`` or ``messages_api.py`` (other requests as chats), ``schema.py`` with ``field.py`` (what a body may
 hold), ``queue.py``, a backend (``backend.py``; ``transformers.py`` answers with cacheclip-rag's engine),
 ``replies.py`` and ``parts.py`` (what goes back), ``sending.py``. ``server.py`` starts and stops it, ``learning.py``
-stores what recurs in requests.
+stores what recurs in requests, ``inspection.py`` keeps the last answers for pages (``pages.py``).
 :mod:`cacheclip_vllm` has vLLM's own server answer instead, and is built on the names below.
 """
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .hidden import names_of as names_of, renamed as renamed
     from .learning import LearnedTexts as LearnedTexts
     from .messages_api import MessagesReply as MessagesReply
+    from .pages import answer_page as answer_page
     from .queue import Queue as Queue, QueueFull as QueueFull
     from .reading import read_json as read_json
     from .replies import as_json as as_json, server_sent as server_sent
@@ -56,6 +57,7 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "access": "Access Caller check_origins read_tenants",
+        "pages": "answer_page",
         "app": "Limits",
         "backend": "ModelCard ServedQuestion ServingBackend",
         "background": "in_background",

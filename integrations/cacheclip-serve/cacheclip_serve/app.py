@@ -29,6 +29,7 @@ from .bounds import check_counts
 from .counters import Counters
 from .embeddings import EMBEDDINGS, EmbeddingService
 from .errors import RequestError
+from .inspection import AnswerPages, Inspection
 from .messages_api import MessagesReply, messages_as_chat
 from .queue import Queue
 from .reading import read_json
@@ -104,6 +105,8 @@ class App:
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None
     """Most tokens of a chat answer whose request states none; None: the model's context."""
+    inspection: Inspection | None = None
+    """Keeps the last answers for the page ``/inspect``; None: there is none."""
     on_ready: Callable[[], None] = lambda: None
     """Called when the backend has started."""
     on_failure: Callable[[Exception], None] = lambda error: None
@@ -135,6 +138,9 @@ class App:
             ("GET", "/health", self._health, Reply),
             ("GET", "/metrics", self._metrics, Reply),
         ]
+        if self.inspection is not None:
+            pages_of_answers = AnswerPages(self.inspection, self.backend, self.name)
+            paths += [(*each, Reply) for each in pages_of_answers.paths()]
         exposed = ["retry-after", "x-request-id"]
         pages = Middleware(
             CORSMiddleware,
@@ -325,10 +331,22 @@ class App:
                 in_background=question.in_background,
             ) as started:
                 waited_s = time.perf_counter() - began
-                async with aclosing(self.backend.answer(question)) as events:
+                async with aclosing(self.backend.answer(self._traced(question))) as events:
                     async for event in events:
                         started()
-                        yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
+                        if event.answer is not None:
+                            event = replace(event, answer=self._finished(question, _waited(event.answer, waited_s)))
+                        yield event
+
+    def _traced(self, question: ServedQuestion) -> ServedQuestion:
+        return replace(question, options=replace(question.options, trace=True)) if self.inspection else question
+
+    def _finished(self, question: ServedQuestion, answer: Answer) -> Answer:
+        """An answer as its client gets it, once it is kept for the page."""
+        if self.inspection is None:
+            return answer
+        self.inspection.add(question, answer)
+        return answer if question.options.trace else replace(answer, trace=None)
 
     def count(self, path: str, status: int) -> None:
         self._counters.count(path, status)

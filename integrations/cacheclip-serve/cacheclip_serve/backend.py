@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from cacheclip_rag import CallOptions, Event
+from cacheclip_rag import CallOptions, ConfigurationError, Event
 from cacheclip_rag.runtime import Message
 
 
@@ -67,6 +67,14 @@ class ServingBackend(ABC):
     @abstractmethod
     def count_tokens(self, question: ServedQuestion) -> int:
         """Tokens of the question's prompt."""
+
+    def why(self, question: ServedQuestion, text: str) -> str:
+        """Why a text of the question's prompt was not found in the store."""
+        return "This backend does not say why."
+
+    def learn(self, tenant: str, text: str) -> None:
+        """Store a text for a tenant. Raises ConfigurationError: the backend cannot."""
+        raise ConfigurationError("this backend stores no texts that are not given with a request.")
 
     @abstractmethod
     def metrics(self) -> str:

@@ -86,6 +86,8 @@ class Door:
     api_key: str | None
     tenants: Path | None
     origins: tuple[str, ...]
+    inspect: bool = False
+    """Whether it has a page of the last answers."""
 
 
 @engine_options("store", "primary", "auxiliary", "method", "dtype", "device")
@@ -125,6 +127,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin of a web page that may ask through a browser (CORS); can be given again."),
     ] = None,
+    inspect: Annotated[
+        bool, typer.Option("--inspect", help="Show how the last answers came about, at /inspect; local addresses only.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs, beside models, health and metrics. Stops at SIGTERM or Ctrl-C, when
@@ -132,7 +137,7 @@ def serve(
     not listed here are passed on to vLLM; write -- before them."""
     check_backend(backend)
     settings = _with_tiers(settings, hot, memory)
-    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
+    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()), inspect)
     if backend == "vllm":
         _serve_vllm(settings, door, context.args, as_json)
     elif context.args:
@@ -162,6 +167,8 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
     except ModuleNotFoundError as error:
         raise MissingExtraError("cacheclip-vllm", "vllm") from error
 
+    if door.inspect:
+        raise ConfigurationError("--inspect is not for --backend vllm, whose own server answers. Leave it out.")
     table = settings.table(ServeTable)
     stated = {
         each.name: getattr(table, each.name) for each in fields(table) if getattr(table, each.name) != each.default
@@ -189,21 +196,29 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from .access import Access, read_tenants
 
     table = settings.table(ServeTable)
+    if door.inspect and table.hide_hits:
+        raise ConfigurationError("--inspect shows which chunks were stored, which hide_hits forbids. Choose one.")
     config = settings.store_config() if settings.engine.get("store") else _in_memory(settings.config())
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from .app import Limits
     from .embeddings import EmbeddingService
+    from .inspection import Inspection
     from .server import Server, served_name
     from .transformers import TransformersBackend
 
     name = table.served_name or served_name(config.primary)
+    names = (access.tenant, *(each for of_key in access.tenants.values() for each in of_key))
+    inspection = Inspection(names) if door.inspect else None
     learns = table.learn == "texts" and config.on_miss == "store"
 
     def tell(address: str) -> None:
         if learns:
             where = f"in {store}" if (store := settings.engine.get("store")) else "in memory"
             typer.echo(f'texts that recur in prompts are stored {where} (learn = "off" under [serve]: none)', err=True)
+        pages = inspection.addresses(address) if inspection is not None else []
+        for tenant, page in pages:
+            typer.echo(f"answers of {tenant}: {page}", err=True)
         if as_json:
             print_json({"address": address, "model": name, "backend": "transformers"})
             sys.stdout.flush()
@@ -211,7 +226,12 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config, hide_hits=table.hide_hits, learned_bytes=table.learned_bytes if learns else 0),
+        TransformersBackend(
+            config,
+            hide_hits=table.hide_hits,
+            learned_bytes=table.learned_bytes if learns else 0,
+            inspection=inspection,
+        ),
         name=name,
         aliases=table.aliases or (),
         drops_tools=table.drop_tools,
@@ -223,6 +243,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
         origins=door.origins,
         temperature=table.temperature,
         max_tokens=table.max_tokens,
+        inspection=inspection,
         on_ready=tell,
     )
     _log_to_stderr()

@@ -20,6 +20,7 @@ from .app import App, Limits
 from .backend import ServingBackend
 from .connections import KEEP_S, allow_many_files, timed
 from .embeddings import EmbeddingService
+from .inspection import Inspection
 
 
 class Server:
@@ -44,6 +45,7 @@ class Server:
         embeddings: EmbeddingService | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
+        inspection: Inspection | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
     ) -> None:
         """
@@ -56,12 +58,15 @@ class Server:
             embeddings: answers ``/v1/embeddings``; None: nobody does.
             temperature: of requests that state none; 1 is OpenAI's.
             max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
+            inspection: keeps the last answers for the page ``/inspect``; None: there is none.
             on_ready: called with the address when the model is loaded.
 
         Raises:
-            ConfigurationError: other machines could reach the address, and no API key is set.
+            ConfigurationError: other machines could reach the address, and no API key is set, or there is a page.
         """
         check_reachable(host, access)
+        if inspection is not None:
+            check_local(host)
         check_origins(origins, access)
         self._failure: Exception | None = None
         self.app = App(
@@ -76,6 +81,7 @@ class Server:
             embeddings=embeddings or EmbeddingService(),
             temperature=temperature,
             max_tokens=max_tokens,
+            inspection=inspection,
             on_ready=lambda: on_ready(self.address),
             on_failure=self._fail,
         )
@@ -168,6 +174,14 @@ def check_reachable(host: str, access: Access) -> None:
 
 def address_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def check_local(host: str) -> None:
+    """Raise ConfigurationError unless only this machine reaches the address, for pages that show prompts."""
+    if not _is_loopback(host):
+        raise ConfigurationError(
+            f"--inspect shows prompts and answers, at local addresses only, got --host {host}. Leave --host out."
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,17 +8,27 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
-from cacheclip_rag.adapters import can_constrain, final_events, iterate_in_thread, room_for, uses_tools
-from cacheclip_rag.guards import Metrics
+from cacheclip_rag.adapters import (
+    can_constrain,
+    explain_miss,
+    final_events,
+    iterate_in_thread,
+    plausible,
+    room_for,
+    uses_tools,
+)
+from cacheclip_rag.guards import Metrics, Observer
 from cacheclip_rag.models import free_bytes
 from cacheclip_rag.store import layer_shapes, open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import names_of, without_hits, without_paths
+from .inspection import Inspection
 from .learning import LearnedTexts
 
 _SHARE_FOR_KV = 0.5
@@ -29,14 +39,37 @@ _BYTES_OF_TOKEN = 3
 known. A Chinese character, often a token, has three."""
 
 
+INSPECTED = "inspect"
+"""Source of texts that were stored from the page of an answer."""
+
+
+@dataclass(eq=False, slots=True)
+class ComparisonsSeen(Observer):
+    """Tells an inspection what full prefill chooses along answers of an engine."""
+
+    engine: CacheClipEngine
+    inspection: Inspection
+
+    def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
+        self.inspection.compare(token_ids, choices, self.engine.primary.decode_ids)
+
+
 class TransformersBackend(ServingBackend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own, under one limit."""
 
-    def __init__(self, config: EngineConfig, *, hide_hits: bool = False, learned_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        hide_hits: bool = False,
+        learned_bytes: int = 0,
+        inspection: Inspection | None = None,
+    ) -> None:
         """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
-        were stored (:mod:`.hidden`). ``learned_bytes``: most bytes of learned texts a tenant; 0: none is learned."""
+        were stored (:mod:`.hidden`). ``learned_bytes``: most bytes of learned texts a tenant; 0: none is learned.
+        ``inspection``: is told of comparisons with full prefill."""
         self._config, self._hide_hits, self._learned_bytes = config, hide_hits, learned_bytes
-        self._names = names_of(config)
+        self._names, self._inspection = names_of(config), inspection
         self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._engines: dict[str, CacheClipEngine] = {}
         self._lock = threading.Lock()
@@ -48,6 +81,8 @@ class TransformersBackend(ServingBackend):
                 engine = CacheClipEngine(replace(self._config, namespace=tenant), store=self._store)
                 if self._learned_bytes:
                     engine.observers.append(LearnedTexts(engine, self._learned_bytes))
+                if self._inspection is not None:
+                    engine.observers.append(ComparisonsSeen(engine, self._inspection))
                 if self._engines:
                     engine.prefixes.share_limit(next(iter(self._engines.values())).prefixes)
                 self._engines[tenant] = engine
@@ -84,6 +119,18 @@ class TransformersBackend(ServingBackend):
     def count_tokens(self, question: ServedQuestion) -> int:
         options = replace(question.options, method="full", recompute_ratio=None, max_ttft_s=None)
         return self.engine(question.tenant).plan(question.prompt, options=options).layout.num_tokens
+
+    def why(self, question: ServedQuestion, text: str) -> str:
+        engine = self.engine(question.tenant)
+        stored = chain(engine.texts.index.texts(), engine.texts.texts())
+        near = plausible(stored, text)[:1] or [text]
+        report = explain_miss(engine, question.prompt, near[0])
+        return (
+            report.explanation if near[0] == text else f"The stored text {report.text!r} is near: {report.explanation}"
+        )
+
+    def learn(self, tenant: str, text: str) -> None:
+        self.engine(tenant).precompute([text], source=INSPECTED)
 
     async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         stream = iterate_in_thread(

@@ -44,7 +44,7 @@ class Served:
 def running(config: EngineConfig, *, hide_hits: bool = False, **settings: Any) -> Iterator[Served]:
     """A server in a thread, ready to answer."""
     ready, failures = threading.Event(), []
-    backend = TransformersBackend(config, hide_hits=hide_hits)
+    backend = TransformersBackend(config, hide_hits=hide_hits, inspection=settings.get("inspection"))
     settings = {"name": NAME, "access": Access(config.namespace), "port": 0, **settings}
     server = Server(backend, on_ready=lambda address: ready.set(), **settings)
 

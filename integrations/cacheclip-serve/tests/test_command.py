@@ -58,6 +58,8 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
         (["--api-key", "short"], "API key"),
         (["--tenants", "none.toml"], "cannot read none.toml"),
         (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", "0.0.0.0", "--api-key", "0123456789", "--inspect"], "at local addresses only"),
+        (["--backend", "vllm", "--inspect"], "--inspect is not for --backend vllm"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -101,6 +103,12 @@ def test_its_table_of_the_settings_file(tmp_path: Path, text: str, words: str) -
     (tmp_path / "settings.toml").write_text(text)
     done = CliRunner().invoke(app, ["serve", "--settings", str(tmp_path / "settings.toml")])
     assert isinstance(done.exception, ConfigurationError) and words in str(done.exception)
+
+
+def test_a_page_of_answers_would_show_hits(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("[serve]\nhide_hits = true")
+    done = CliRunner().invoke(app, ["serve", "--settings", str(tmp_path / "settings.toml"), "--inspect"])
+    assert isinstance(done.exception, ConfigurationError) and "which hide_hits forbids" in str(done.exception)
 
 
 def test_the_memory_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,14 @@ async def test_every_second_is_counted_once(
         "reason": "a reason",
     }
     in_vllm_s, read_s = ttft_s - QUEUED_S - PLANNING_S, 0.0 if stream else READ_S
-    phases = {"lookup": 0.0, "read": read_s, "select": 0.0, "assemble": 0.0, "recompute": in_vllm_s - read_s}
+    phases = {
+        "lookup": 0.0,
+        "read": read_s,
+        "select": 0.0,
+        "assemble": 0.0,
+        "recompute": in_vllm_s - read_s,
+        "first": 0.0,
+    }
     assert own["phases_s"] == phases
     counted = middleware.planning.metrics.snapshot()
     assert counted["ttft_seconds_sum"] == ttft_s

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +17,7 @@ from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, e
 from .tables import AskTable
 
 if TYPE_CHECKING:
-    from cacheclip_rag import Answer
+    from cacheclip_rag import Answer, Event, Trace
 
     from ..library import Passage
 
@@ -34,6 +38,9 @@ def ask(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     trace: Annotated[bool, typer.Option(help="With --json: say what the prompt's KV was made of.")] = False,
+    inspect: Annotated[
+        Path | None, typer.Option(help="Write a page that shows how the answer came about; needs cacheclip-serve.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
@@ -42,6 +49,8 @@ def ask(
     if not question.strip():
         raise ConfigurationError("the question is empty.")
     store = existing_folder(settings.store)
+    if inspect is not None:
+        check_pages()
 
     from cacheclip_rag import CacheClipEngine, SamplingParams
 
@@ -60,35 +69,67 @@ def ask(
     passages = library.search(Embedder(documents.embedding, config.device).embed([question]), top_k)
     gc.collect()  # free the embedding model's memory before the large models load
     texts = [passage.text for passage in passages]
-    answer, shown = None, ""
     variables = settings.table(AskTable).chat_template_kwargs
-    prompt = rag_prompt(texts, question)
-    for event in engine.stream(
-        prompt, params, question=question, documents=texts, chat_template_kwargs=variables, trace=trace
-    ):
-        shown = shown[: event.revised_from] + event.text
-        if not as_json:  # what is printed cannot be withdrawn
-            sys.stdout.write(event.text if event.revised_from is None else f"\n\nrevised answer:\n{shown}")
-            sys.stdout.flush()
-        answer = event.answer
-    assert answer is not None
+    prompt, traced = rag_prompt(texts, question), trace or inspect is not None
+    events = engine.stream(
+        prompt, params, question=question, documents=texts, chat_template_kwargs=variables, trace=traced
+    )
+    answer = _streamed(events, is_shown=not as_json)
+    if answer.trace is not None:
+        answer = replace(answer, trace=_with_documents(answer.trace, passages))
+    if inspect is not None:
+        from cacheclip_serve import answer_page
+
+        inspect.write_text(answer_page(question, answer, model=config.primary), encoding="utf-8")
     if as_json:
-        print_json(
-            {
-                "question": question,
-                "answer": answer.text,
-                **({"reasoning": answer.reasoning} if answer.reasoning else {}),
-                "sources": _sources(passages),
-                "stats": answer.stats.to_dict(),
-                **({"trace": answer.trace.to_dict()} if answer.trace is not None else {}),
-            }
-        )
+        print_json(_in_json(question, answer, passages, with_trace=trace))
     else:
         _print_details(answer, passages)
 
 
+def check_pages() -> None:
+    """Raise MissingExtraError unless there is what writes pages."""
+    from cacheclip_rag import MissingExtraError
+
+    if find_spec("cacheclip_serve") is None:
+        raise MissingExtraError("cacheclip-serve", "serve")
+
+
+def _streamed(events: Iterator[Event], *, is_shown: bool) -> Answer:
+    """The answer of a stream, whose text is printed as it comes."""
+    answer, shown = None, ""
+    for event in events:
+        shown = shown[: event.revised_from] + event.text
+        if is_shown:  # what is printed cannot be withdrawn
+            sys.stdout.write(event.text if event.revised_from is None else f"\n\nrevised answer:\n{shown}")
+            sys.stdout.flush()
+        answer = event.answer
+    assert answer is not None
+    return answer
+
+
+def _in_json(question: str, answer: Answer, passages: list[Passage], *, with_trace: bool) -> dict[str, Any]:
+    return {
+        "question": question,
+        "answer": answer.text,
+        **({"reasoning": answer.reasoning} if answer.reasoning else {}),
+        "sources": _sources(passages),
+        "stats": answer.stats.to_dict(),
+        **({"trace": answer.trace.to_dict()} if with_trace and answer.trace is not None else {}),
+    }
+
+
 def _sources(passages: list[Passage]) -> list[dict[str, Any]]:
     return [{"path": p.path, "ordinal": p.ordinal, "score": round(p.score, 4)} for p in passages]
+
+
+def _with_documents(trace: Trace, passages: list[Passage]) -> Trace:
+    """The trace with the documents of its texts, which the library knows."""
+    names = {passage.text.strip(): (f"{passage.path} #{passage.ordinal}", passage.path) for passage in passages}
+    own = (
+        replace(text, sources=(*text.sources, names[text.text])) if text.text in names else text for text in trace.texts
+    )
+    return replace(trace, texts=tuple(own))
 
 
 def _print_details(answer: Answer, passages: list[Passage]) -> None:

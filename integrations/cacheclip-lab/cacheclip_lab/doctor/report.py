@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from ..evaluation.page import text_table, whole_page
+from ..evaluation.page import report_page, text_table
 from ..evaluation.tables import Rows
 from .requests import RecordedPrompt
 from .reuse import CHARS_PER_TOKEN, Cause, PromptReuse, causes, prefix_share, without_lines
@@ -182,7 +182,7 @@ def _short(text: str, *, end: bool = False) -> str:
 
 def to_html(report: Report, reuses: Sequence[PromptReuse]) -> str:
     """One page without scripts or foreign parts: the verdict, a figure, sessions and causes."""
-    return whole_page(
+    return report_page(
         "What caches would serve",
         f"<p>{escape(report.verdict())}</p>",
         _figure(report, reuses),

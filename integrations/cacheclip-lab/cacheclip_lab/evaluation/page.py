@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from cacheclip_rag.adapters import whole_page
+
 from .records import Record
 from .tables import (
     LENGTHS_TITLE,
@@ -31,34 +33,22 @@ if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
 _STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; }
-}
-body { margin: 0 auto; max-width: 88rem; padding: 1rem; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1, h2 { line-height: 1.2; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th:first-child, td.answer, .item thead th:nth-child(2) { text-align: left; }
-thead th { vertical-align: bottom; }
 tbody th { white-space: nowrap; font-weight: 600; }
 td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; width: 100%; }
-small { display: block; color: var(--faint); font-weight: 400; white-space: nowrap; }
+small { display: block; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
 dt { color: var(--ink); } dd { margin: 0; }
 details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
 summary { cursor: pointer; }
 summary span { color: var(--faint); margin-right: .6rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
 def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
     """The whole page: tables, and all answers to each question. ``summary`` is what
     :func:`~cacheclip_lab.evaluation.report.summarise` makes of ``comparison``."""
-    return whole_page(
+    return report_page(
         f"Comparison on {summary['dataset']}",
         f"<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
@@ -71,20 +61,9 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
     )
 
 
-def whole_page(title: str, *parts: str) -> str:
-    """A page of these parts of HTML. No script of it runs, and nothing is fetched."""
-    title = escape(title)
-    return "\n".join(
-        (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{title}</h1>",
-            *parts,
-            "</body>\n</html>\n",
-        )
-    )
+def report_page(title: str, *parts: str) -> str:
+    """A page of these parts of HTML."""
+    return whole_page(title, *parts, style=_STYLE)
 
 
 def _summary_table(summary: dict[str, Any]) -> str:

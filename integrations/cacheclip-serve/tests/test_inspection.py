@@ -1,0 +1,133 @@
+"""The page of an answer, and who sees it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+from cacheclip_serve import ServedQuestion
+from cacheclip_serve.inspection import MOST_ANSWERS, Inspection
+from cacheclip_serve.pages import ComparedAnswer, answer_page
+from cacheclip_testing.plugin import CHUNKS, rag_prompt
+from serve_cases import Served, running
+
+from cacheclip_rag import Answer, CacheClipEngine, CallOptions, EngineConfig
+
+MARKUP = """<script>alert(1)</script><img src="https://example.org/x" onerror='x'>&"""
+NEVER = "A note that nobody ever stored: the bell of the chapel was cast in 1903, and hung there in spring. " * 3
+
+
+@pytest.fixture(scope="module")
+def pages(config: EngineConfig) -> Iterator[tuple[Served, Inspection]]:
+    inspection = Inspection(["default", "other"])
+    with running(replace(config, shadow_rate=1.0), inspection=inspection) as found:
+        found.engine.precompute(CHUNKS, document="a.md", source="a node")
+        yield found, inspection
+
+
+def visitor(served: Served, inspection: Inspection, tenant: str = "default") -> httpx.Client:
+    """A browser that opened the address which the server printed."""
+    client = httpx.Client(base_url=served.server.address, follow_redirects=True)
+    address = dict(inspection.addresses(served.server.address))[tenant]
+    opened = client.get(address)
+    assert opened.status_code == 200 and "key=" not in str(opened.url)
+    return client
+
+
+class Elements(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names, self.attributes, self.text = set[str](), dict[str, set[str | None]](), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, set()).add(value)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_an_answer_from_stored_chunks(pages: tuple[Served, Inspection]) -> None:
+    served, inspection = pages
+    said = served.chat(f"{NEVER}\n\n{rag_prompt(CHUNKS)}").json()
+    assert "trace" not in said["cacheclip"]
+    client = visitor(served, inspection)
+    number = max(map(int, re.findall(r"/inspect/(\d+)", client.get("/inspect").text)))
+    assert served.engine.wait_for_observers()
+    page = client.get(f"/inspect/{number}").text
+    shown = Elements(page)
+    assert "approximate" in shown.text and "a.md" in shown.text and "first token after" in shown.text
+    assert CHUNKS[0][:40] in shown.text and "<|" in shown.text and "rank 1 of" in page
+    assert "Full prefill" in shown.text, "it was compared"
+    why = client.get(re.findall(r'href="(/inspect/\d+/why[^"]*)"', page)[0])
+    assert "never precomputed" in why.text
+    learned = client.post(re.findall(r'action="(/inspect/\d+/learn[^"]*)"', page)[0])
+    assert learned.status_code == 200 and served.engine.is_stored(NEVER)
+    served.engine.release([NEVER])
+
+
+def test_who_may_see_it(pages: tuple[Served, Inspection]) -> None:
+    served, inspection = pages
+    served.chat("Mine?")
+    number = inspection.of("default")[0].number
+    own, other = visitor(served, inspection), visitor(served, inspection, "other")
+    assert own.get(f"/inspect/{number}").status_code == 200
+    assert "Mine?" in own.get("/inspect").text and "Mine?" not in other.get("/inspect").text
+    for path in (f"/inspect/{number}", f"/inspect/{number}/why?start=0"):
+        assert other.get(path).status_code == 404
+        assert httpx.get(f"{served.server.address}{path}").status_code == 401
+    assert own.get("/inspect", headers={"host": "example.org"}).status_code == 403
+    assert httpx.get(f"{served.server.address}/inspect?key=wrong").status_code == 401
+
+
+def test_a_server_has_none_unless_told(served: Served) -> None:
+    assert served.client.get("/inspect").status_code == 404
+
+
+def question(text: str, tenant: str = "default") -> ServedQuestion:
+    return ServedQuestion(text, tenant, CallOptions())
+
+
+def test_memory_is_bounded(served: Served) -> None:
+    answer = served.engine.generate("Why?", max_tokens=1)
+    inspection = Inspection(["default", "other"])
+    inspection.add(question("first", "other"), answer)
+    for number in range(MOST_ANSWERS + 5):
+        inspection.add(question(str(number)), answer)
+    assert [each.question.prompt for each in inspection.of("default")][::49] == ["54", "5"]
+    assert len(inspection.of("other")) == 1
+    inspection.most_bytes = 3 * inspection.of("default")[0].num_bytes
+    inspection.add(question("last"), answer)
+    assert len(inspection.of("default")) == 2 and not inspection.of("other")
+
+
+@pytest.mark.parametrize("method", ["cacheclip", "full"])
+def test_text_is_never_markup(engine: CacheClipEngine, method: str) -> None:
+    chunks = [f"{MARKUP} {chunk}" for chunk in CHUNKS]
+    engine.precompute(chunks, document=MARKUP, source="a node")
+    asked = f"{rag_prompt(chunks)} {MARKUP} " + NEVER
+    answer = engine.generate(asked, max_tokens=2, method=method, trace=True)
+    answer = replace(answer, text=MARKUP)
+    compared = ComparedAnswer(MARKUP, 1, MARKUP)
+    page = answer_page(MARKUP, answer, model=MARKUP, compared=compared, place="/inspect/1")
+    shown = Elements(page)
+    assert not shown.names & {"script", "img"} and not shown.attributes.keys() & {"src", "onerror", "style"}
+    assert escape(MARKUP) in page and "example.org" not in str(shown.attributes)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.S)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{digest}'" in page
+    engine.release(chunks)
+
+
+def test_without_a_trace(engine: CacheClipEngine) -> None:
+    answer: Answer = engine.generate("Why?", max_tokens=1)
+    assert "first token after" in answer_page("Why?", answer, model="a model")
