@@ -72,6 +72,13 @@ def test_each_has_its_row() -> None:
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
 
 
+def test_every_recipe_is_run() -> None:
+    run = load("recipes/run")
+    scripts = {path.name for path in (EXAMPLES / "recipes").iterdir() if path.is_file()}
+    assert scripts - {"run.py"} == {line[-1] for _, line in run.RECIPES.values()}
+    assert all(len((EXAMPLES / "recipes" / name).read_text().splitlines()) <= 25 for name in scripts - {"run.py"})
+
+
 def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
     stated = (EXAMPLES / "CORPUS.md").read_text(encoding="utf-8")
     texts = [path.name for path in (EXAMPLES / "corpus").iterdir()]

@@ -1,0 +1,5 @@
+#!/bin/sh
+# aider, asked about files. `pip install aider-chat`
+question=$1; shift
+OPENAI_API_BASE=$BASE_URL OPENAI_API_KEY=unused aider --model "openai/$MODEL" --no-git --no-show-model-warnings \
+  --no-check-update --analytics-disable --yes-always --chat-mode ask --message "$question" "$@"
