@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from cacheclip_lab.timing.texts import QUESTION, SECOND_QUESTION, make_texts
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.models import resolve, weights_digest
 from cacheclip_rag.selection import HeadSet
 
@@ -65,30 +65,31 @@ def measure(options: argparse.Namespace) -> Any:
         folder, fits = Path(name), patch("cacheclip_rag.runtime.transformers.packed_weights.pack_weights")
         primary = build(folder / "primary", resolve(options.primary), (options.layers, 32, 8, 64))
         auxiliary = build(folder / "auxiliary", resolve(options.auxiliary), (30, 9, 3, 72))
-        engine = CacheClipEngine(
+        config = EngineConfig(
             primary=primary, auxiliary=auxiliary, dtype=options.dtype, device="cpu", store=folder / "store"
         )
+        engine = CacheClipEngine(config)
         with fits:  # the device takes plain weights
-            texts = make_texts(
-                engine.primary.tokenize, round(options.tokens / options.chunk_tokens), options.chunk_tokens
-            )
-            engine.precompute(texts)
+            count = round(options.tokens / options.chunk_tokens)
+            *texts, other = make_texts(engine.primary.tokenize, count + 1, options.chunk_tokens)
+            engine.precompute([*texts, other])
         assert engine.auxiliary is not None
         weights = weights_digest(engine.auxiliary.fingerprint)
-        shares = torch.full((len(HEADS),), 1 / len(HEADS))
-        engine.parts.head_sets.use(HeadSet(weights, HEADS, shares, sinks=4))
+        heads = HeadSet(weights, HEADS, torch.full((len(HEADS),), 1 / len(HEADS)), sinks=4)
         with pretended(monkeypatch, as_on_cpu=False) as queue:
             move(engine.primary)
             move(engine.auxiliary)
             for method in options.methods.split(","):
-                for state, question in (("first", "What is it?"), ("cold", QUESTION), ("warm", SECOND_QUESTION)):
+                engine = CacheClipEngine(config)  # nothing of it is on the device
+                engine.parts.head_sets.use(heads)
+                for state, question in (("other", QUESTION), ("cold", QUESTION), ("warm", SECOND_QUESTION)):
                     engine.prefixes.clear()
                     before = queue.counts()
-                    prompt = "\n\n".join([*texts, f"Question: {question}"])
+                    prompt = "\n\n".join([*(texts if state != "other" else [other]), f"Question: {question}"])
                     answer = engine.generate(prompt, SamplingParams(max_tokens=1), method=method, question=question)
                     assert answer.stats.fallback is None, answer.stats
                     work = {name: each - before[name] for name, each in queue.counts().items()}
-                    if state != "first":  # which reads shared prefixes, for instance
+                    if state != "other":  # which reads shared prefixes, for instance
                         if options.names:
                             print(
                                 *(f"{name}: {each.most_common(options.names)}" for name, each in work.items()), sep="\n"

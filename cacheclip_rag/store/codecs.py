@@ -337,8 +337,8 @@ class StoredKV:
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def arrays(self) -> list[tuple[np.ndarray[Any, Any], ...]]:
-        """Of each layer the codec's arrays (:meth:`Codec.parts`), cut to the chosen tokens: integers of the size of
-        their numbers, in the memory of the store."""
+        """Of each layer the codec's arrays (:meth:`Codec.parts`), of all tokens: integers of the size of their numbers,
+        in the memory of the store."""
         frame, layers = self.frame, self.frame.layers
         arrays = list[tuple[np.ndarray[Any, Any], ...]]()
         for shape, run in groupby(range(len(layers)), key=layers.__getitem__):  # one view for neighbours that are alike
@@ -351,8 +351,7 @@ class StoredKV:
                 view: np.ndarray[Any, Any] = np.ndarray(
                     (1 + len(others), *part.shape), f"i{size}", frame.data, offset, steps
                 )
-                # one number may hold for all tokens
-                views.append(view[..., self.tokens, :] if part.shape[-2] > 1 else view)
+                views.append(view)
                 offset += part.num_bytes
             arrays += zip(*views, strict=True)
         return arrays

@@ -35,8 +35,9 @@ class Joined:
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         self.places = torch.from_numpy(np.concatenate(runs))
         """``(num_tokens,)`` int64: where each token belongs."""
+        self._tokens = [kv.tokens for kv in self.pieces if isinstance(kv, StoredKV)]
         self._arrays = [kv.arrays() for kv in self.pieces if isinstance(kv, StoredKV)]
-        """Of each stored piece its layers' arrays, cut to its tokens."""
+        """Of each stored piece its layers' arrays, of all tokens."""
 
     @cached_property
     def _piece_of_token(self) -> torch.Tensor:
@@ -60,30 +61,32 @@ class Joined:
         # of each of the codec's arrays: what it is in a piece of several tokens, and that of each piece
         of_pieces = zip(*(layers[number] for layers in self._arrays), strict=True)
         arrays = zip(codec.parts(shape._replace(num_tokens=2)), of_pieces, strict=True)
-        device, own = torch.device(device), (..., heads, slice(None), slice(None))
+        device = torch.device(device)
         move = self._moved if device.type in COPIES_BESIDE else self._side_by_side
-        return codec.combine([move(part, [array[own] for array in pieces], device) for part, pieces in arrays])
+        return codec.combine(
+            [move(part, [array[..., heads, :, :] for array in pieces], device) for part, pieces in arrays]
+        )
 
     def _side_by_side(
         self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device
     ) -> torch.Tensor:
+        if part.shape[-2] > 1:  # else it holds for all tokens of a chunk
+            pieces = [array[..., tokens, :] for array, tokens in zip(pieces, self._tokens, strict=True)]
         side_by_side = np.concatenate(pieces, -2) if len(pieces) > 1 else pieces[0]
         array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
-        if part.shape[-2] == 1 and len(pieces) > 1:  # holds for all tokens of a chunk
+        if part.shape[-2] == 1 and len(pieces) > 1:
             array = array.index_select(-2, self._piece_of_token.to(device))
         return array
 
     def _moved(self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device) -> torch.Tensor:
-        """Each piece is moved to its place among the others on the device, from page-locked memory while the caller
-        goes on: keep the pieces until the device has used them."""
-        sources = [torch.from_numpy(array).view(part.dtype) for array in pieces]
-        if part.shape[-2] == 1:  # holds for all tokens of a chunk, and is repeated on the device
-            sources = [source.to(device, non_blocking=True) for source in sources]
-        *before, _, width = sources[0].shape
-        joined = torch.empty(*before, sum(self.lengths), width, dtype=part.dtype, device=device)
-        for target, source in zip(joined.split(self.lengths, -2), sources, strict=True):
-            target.copy_(source, non_blocking=True)
-        return joined
+        """Each piece is moved from page-locked memory while the caller goes on: keep the pieces until the device has
+        used them. Whole pieces, because some of their tokens do not lie side by side; these are cut on the device."""
+        moved = [torch.from_numpy(array).view(part.dtype).to(device, non_blocking=True) for array in pieces]
+        if part.shape[-2] == 1:
+            return torch.cat(
+                [each.expand(*part.shape[:-3], -1, n, -1) for each, n in zip(moved, self.lengths, strict=True)], -2
+            )
+        return torch.cat([each[..., tokens, :] for each, tokens in zip(moved, self._tokens, strict=True)], -2)
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:

@@ -92,14 +92,18 @@ class TestAssemble:
 
     @pytest.mark.parametrize("codec", CODECS)
     def test_on_a_gpu(self, tiny_models: dict[str, str], codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There the pieces are moved as they are stored, and put side by side after that."""
+        """There whole pieces are moved as they are stored, without waiting, and cut and put side by side after that."""
         runtime = load_model(tiny_models["llama"])
         for seed in range(20):
             for joined in join(pieces_of(runtime, codec, seed)):
                 for number, heads in ((0, slice(None)), (runtime.num_layers - 1, slice(1, 2))):
                     expected = joined.layer(number, "cpu", heads)
-                    with pretended(monkeypatch):
+                    with pretended(monkeypatch) as queue:
+                        for piece in joined.pieces:
+                            assert isinstance(piece, StoredKV)
+                            queue.lock(torch.frombuffer(piece.frame.data, dtype=torch.uint8))
                         found = joined.layer(number, CUDA, heads)
+                        assert queue.copies and (not queue.blocking.total() or heads != slice(None))
                     for here, there in zip(expected, found, strict=True):
                         assert here is there is None or (
                             isinstance(there, Pretended) and torch.equal(there.inner, here)

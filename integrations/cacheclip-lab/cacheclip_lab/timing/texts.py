@@ -20,12 +20,13 @@ _WORDS = (
 
 
 def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed: int = 0) -> list[str]:
-    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, without meaning."""
+    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, without meaning.
+    They end in a full stop, as people's do: some tokenizers join it with a blank line after it."""
     generator = random.Random(seed)
     texts = []
     for _ in range(count):
         words = [generator.choice(_WORDS) for _ in range(num_tokens)]
         text = " ".join(word.capitalize() + "." if n % 12 == 0 else word for n, word in enumerate(words))
         offsets = tokenize(text).offsets
-        texts.append(text[: offsets[min(num_tokens, len(offsets)) - 1][1]].strip())
+        texts.append(text[: offsets[min(num_tokens, len(offsets)) - 1][1]].strip(" .") + ".")
     return texts
