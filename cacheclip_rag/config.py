@@ -111,6 +111,10 @@ class EngineConfig:
     tokens, so that a coarser codec suffices."""
     memory_bytes: int = _setting(0, "Limit of a memory tier before a disk store; 0: none.")
     """The operating system's page cache serves repeated reads too, but its pages are checked at each read."""
+    gpu_bytes: int | None = _setting(
+        None, "Bytes of chunk caches in the memory of a GPU; None: a quarter of what is free at the first question."
+    )
+    """Prompts are gathered from them. The least recently used make room. Integers (codec ``int8``) do not go there."""
     max_bytes: int | None = _setting(None, "Limit of the store, recorded in it for all its users.")
     """Above it, the tenant with the most bytes loses its least recently used chunk caches. 0: no limit, and a recorded
     one is removed. None: the recorded limit, or no limit."""
@@ -195,7 +199,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigurationError(f"{name} must be a string or None, got {value!r}.")
-        for name, may_be_none in (("memory_bytes", False), ("prefix_cache_bytes", False), ("max_bytes", True)):
+        for name, may_be_none in (
+            ("memory_bytes", False),
+            ("prefix_cache_bytes", False),
+            ("gpu_bytes", True),
+            ("max_bytes", True),
+        ):
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 check_whole_number(name, value, of="bytes")

@@ -81,6 +81,7 @@ class Parts:
                 store = self._store or open_chunk_store(
                     config.store, config.max_bytes, config.memory_bytes, config.codec
                 )
+                store.tiers.gpu_bytes = config.gpu_bytes
                 self._tenant = TenantStore(store, config.namespace)
             if not self._drops_erased:  # at first, and again after it was closed
                 self._tenant.chunk_store.erasures.watch(self._tenant.namespace, self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from ..base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime
 from ..store import (
+    KV,
+    Arena,
     ReadAhead,
     ReadBuffer,
     StoredKV,
@@ -30,6 +34,12 @@ _TOKENIZED_CHUNKS = 256
 """Tokenised chunks kept per model, because one answer needs each several times. About 80 kB for 512 tokens."""
 
 
+def arena_of(caches: ChunkCaches) -> Arena | None:
+    """Chunk caches in the memory of the model's device; None for a runtime that gathers none."""
+    runtime = caches.runtime
+    return caches.store.chunk_store.tiers.arena(runtime.device) if runtime.gathers else None
+
+
 class PrefixKV:
     """KV before every chunk of a model: of the shared prefix and of the chunk context."""
 
@@ -39,7 +49,19 @@ class PrefixKV:
     @cached_property
     def kv(self) -> torch.Tensor:
         """Computed or read once, and kept on the model's device: :attr:`ChunkCaches.num_prefix` tokens."""
-        return self._read_or_encode().to(self._caches.runtime.device)
+        stored = self._stored
+        kv = stored.tensor() if stored is not None else self.encode()
+        return kv.to(self._caches.runtime.device)
+
+    @cached_property
+    def piece(self) -> KV:
+        """The same, to write it into prompts: as it stands in the arena, if there is one."""
+        arena, stored = arena_of(self._caches), self._stored
+        resident = None if arena is None or stored is None else arena.place(stored.frame)
+        if arena is None or stored is None or resident is None:
+            return self.kv
+        weakref.finalize(self, arena.release, [resident])
+        return replace(stored, resident=resident)
 
     @property
     def is_known(self) -> bool:
@@ -54,20 +76,24 @@ class PrefixKV:
         runtime, ids = self._caches.runtime, self._caches.prefix_ids
         return runtime.encode(ids) if ids else torch.empty(runtime.kv_shape(0), dtype=runtime.dtype)
 
-    def _read_or_encode(self) -> torch.Tensor:
+    @cached_property
+    def _stored(self) -> StoredKV | None:
+        return self._read_or_encode()
+
+    def _read_or_encode(self) -> StoredKV | None:
         caches, codec = self._caches, self._codec
         if not caches.prefix_ids:
-            return self.encode()
+            return None
         key = self.key
         if (stored := caches.read_key(key, codec, caches.num_prefix)) is not None:
-            return stored.tensor()
+            return stored
         kv, shape = self.encode(), caches.runtime.kv_shape(caches.num_prefix)
         try:
             caches.store.put(key, kv, codec, shape=shape)
         except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
         frame = encode_frame(kv, codec, key, namespace=caches.store.namespace, shape=shape)
-        return decode_frame(frame, key).tensor()
+        return decode_frame(frame, key)
 
 
 class ChunkCaches:
@@ -136,7 +162,14 @@ class ChunkCaches:
         lengths = [len(self.tokenize(text).ids) for text in texts]
         shapes = {key: self.runtime.kv_shape(length) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
-            self.store, keys, codec=self.codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes
+            self.store,
+            keys,
+            codec=self.codec,
+            num_layers=num_layers,
+            once=once,
+            when_read=when_read,
+            shapes=shapes,
+            arena=arena_of(self) if self.runtime.gathers else None,
         )
 
     def read_key(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:

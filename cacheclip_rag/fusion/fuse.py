@@ -97,24 +97,24 @@ class _FusedPass:
                 return None
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
             cache.tables = cache.tables_of(torch.arange(layout.num_tokens))
-            fill = cache.filling(pieces)
 
-            def write(layer: int) -> None:
+            def wait(layer: int) -> None:
                 with clock.phase("read", within="assemble"):
                     reading.wait(layer)
-                fill(layer)
-                reading.done(layer)
 
+            fill = cache.filling(pieces, wait)
             if plan.method.reads_cache:
                 for layer in range(self.runtime.num_layers):
-                    write(layer)
+                    fill(layer)
+                    reading.done(layer)
 
         began: list[float] = []
 
         def before_layer(layer: int) -> None:
             began.append(reading.busy_s())
             with clock.phase("assemble", within="recompute"):
-                write(layer)
+                fill(layer)
+                reading.done(layer)
 
         left = {span: of_span for span, of_span in scores.items() if kept.known.chunk[span.start]}
         fused = self._recompute(kept, cache, left, None if plan.method.reads_cache else before_layer)
@@ -144,7 +144,7 @@ class _FusedPass:
             logits = runtime.run_slots(cache, layout.ids[rows], rows, before_layer=before_layer)
             assert logits is not None
             wait_for(logits.device)
-        cache.tables = ()  # decoding goes on beyond the prompt
+        cache.tables, cache.memory = (), None  # decoding goes on beyond the prompt
         return fused_of(cache, logits, plan, rows, zip(scores, view.rated, strict=False))
 
     def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
@@ -152,7 +152,7 @@ class _FusedPass:
         layout, known, numbers = self.plan.layout, self.plan.known, {text: number for number, text in enumerate(texts)}
         reused, pieces = list[Span](), list[tuple[int, KV]]()
         if known.count(KVSource.PREFIX):
-            pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix.kv, 0, layout.num_prefix)))
+            pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix.piece, 0, layout.num_prefix)))
         for span in self.plan.reused:
             if known.is_held(span):
                 reused.append(span)

@@ -32,6 +32,7 @@ CHANGES_NO_ANSWER: Mapping[str, str] = {
     "store": "where KV lies; what is read is compared with checksums",
     "namespace": "whose KV it is",
     "memory_bytes": "where KV lies",
+    "gpu_bytes": "where KV lies",
     "max_bytes": "what was evicted is computed as fresh text",
     "store_prompts": "where exact KV lies; it is compared with checksums",
     "moved": "no certificate covers moved KV; where one is required, none is moved",

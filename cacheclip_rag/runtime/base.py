@@ -231,6 +231,8 @@ class Runtime(ABC):
     """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
     pinned_rope: bool = False
     """Whether the rotary frequencies change above ``reuse_tokens``: shorter prompts' KV is wrong in longer ones."""
+    gathers: bool = False
+    """Whether it gathers prompts from chunk caches in the memory of its device."""
     eos_ids: frozenset[int]
     num_layers: int
     num_kv_heads: int
@@ -247,13 +249,11 @@ class Runtime(ABC):
     tokenizer: Any
     """A Hugging Face tokenizer, or another one with ``count(text)``. Documents are split by its token counts."""
     batch_characters: int | None = None
-    """Characters of chunks that are best given to :meth:`encode_many` at once, also of several documents; None: those
-    of one batch (:mod:`cacheclip_rag.chunks.batches`) of one document."""
+    """Characters of chunks that :meth:`encode_many` best gets at once, also of several documents; None: a batch's."""
     kv_codec: str | None = None
     """Codec of the store for this runtime's KV; None: the one in the settings. If it is opaque bytes, ``opaque``."""
     reads_kv: bool = True
-    """Whether methods can look at the KV and change it. If not, methods that reuse chunks must plan ahead
-    (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`)."""
+    """Whether methods can look at the KV and change it. If not, those that reuse chunks must have ``plans_ahead``."""
     computed_edges: tuple[int, int] = (0, 0)
     """First and last tokens of a chunk that are computed in every prompt, if all or none of those between them are. 0:
     any tokens may be computed."""

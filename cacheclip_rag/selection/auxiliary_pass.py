@@ -25,7 +25,7 @@ from ..runtime.base import Runtime, TokenizedText
 from ..runtime.transformers.attention_pattern import AttentionPattern, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
-from ..store import KV, ReadAhead, part_of, upload
+from ..store import KV, ReadAhead, StoredKV, part_of, upload
 from .heads import HeadSet
 from .scorers.auxiliary_attention import AuxiliaryAttention
 from .scorers.base import pick_layers
@@ -136,7 +136,7 @@ class AuxiliaryPass:
 
         return score_chunks(
             runtime,
-            caches.prefix.kv,
+            caches.prefix.piece,
             chunks(),
             asked,
             [len(piece.tokens) for piece in pieces],
@@ -223,7 +223,7 @@ as tokens."""
 @torch.inference_mode()
 def score_chunks(
     auxiliary: ModelRuntime,
-    prefix: torch.Tensor,
+    prefix: KV,
     chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
@@ -256,7 +256,7 @@ def score_chunks(
     """
     last = pick_layers("last", auxiliary.num_layers, auxiliary.without_attention)
     chosen = frozenset(heads.layers if heads else layers or last)
-    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, before_layer, max(chosen) + 1)
     hidden = None if heads is None else packed.sinks(heads.sinks)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
@@ -279,7 +279,7 @@ def score_chunks(
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=heads is not None)
     if heads is not None:
         probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
-    packed.run(auxiliary, probe, before_layer, after_layer)
+    packed.run(auxiliary, probe, after_layer)
     return list(scores.cpu().split(packed.lengths))
 
 
@@ -298,22 +298,19 @@ class PackedChunks:
     slots: torch.Tensor
     lengths: list[int]
     """Tokens of each chunk."""
-    fills: tuple[Callable[[int], None], ...]
+    fills: list[Callable[[int], None]]
     """Together they write the KV of one layer into the cache. :meth:`run` calls them."""
 
     def run(
         self,
         auxiliary: ModelRuntime,
         probe: Probe,
-        before_layer: Callable[[int], None] | None = None,
         after_layer: Callable[[int], None] | None = None,
     ) -> None:
         """Run the questions, once, up to the last layer that the probe needs. Arguments are as in
         :func:`score_chunks`."""
 
         def fill(layer: int) -> None:
-            if before_layer is not None:
-                before_layer(layer)
             for write in self.fills:
                 write(layer)
             if after_layer is not None:
@@ -335,12 +332,14 @@ class PackedChunks:
 
 def pack_chunks(
     auxiliary: ModelRuntime,
-    prefix: torch.Tensor,
+    prefix: KV,
     chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
+    wait: Callable[[int], None] | None = None,
+    num_layers: int | None = None,
 ) -> PackedChunks:
-    """Lay out stored KV in one cache. Arguments are as in :func:`score_chunks`."""
+    """Lay out stored KV in one cache. Arguments are as in :func:`score_chunks`, and in :meth:`FusedCache.filling`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
     if lengths is None:
@@ -363,14 +362,16 @@ def pack_chunks(
     begins = ends - sizes  # slots of the chunks' first tokens
 
     position_of_slot = np.zeros(start, np.int64)
-    of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-    position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
+    for begin, end in zip(begins, ends, strict=True):
+        position_of_slot[begin - num_prefix : end] = np.arange(end - begin + num_prefix)
     cache.positions = torch.from_numpy(position_of_slot)
-    copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
-    fills = (
-        cache.filling(zip(begins.tolist(), chunks, strict=True)),
-        cache.repeating(prefix, copies, position=0),
-    )
+    placed = zip(begins.tolist(), chunks, strict=True)
+    if isinstance(prefix, StoredKV):  # in the arena: all are gathered at once
+        both = (piece for begin, kv in placed for piece in ((begin - num_prefix, prefix), (begin, kv)))
+        fills = [cache.filling(both, wait, num_layers)]
+    else:
+        copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
+        fills = [cache.filling(placed, wait), cache.repeating(prefix, copies, position=0)]
     ids = torch.tensor(list(question_ids) * len(lengths))
     of_question = np.arange(num_question)
     positions = torch.from_numpy((sizes[:, None] + num_prefix + of_question).flatten())

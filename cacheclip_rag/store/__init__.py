@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..finding.common_parts import LEAST_SURE as LEAST_SURE
     from ..finding.texts import TextIndex as TextIndex, TextRow as TextRow, text_row as text_row
     from .ahead import ReadAgain as ReadAgain, ReadAhead as ReadAhead
+    from .arena import Arena as Arena, Gather as Gather
     from .backend import Backend as Backend, Sink as Sink
     from .catalog import (
         CATALOG_FILE as CATALOG_FILE,
@@ -93,6 +94,7 @@ __getattr__, __all__ = late_names(
         "..finding.common_parts": "LEAST_SURE",
         "..finding.texts": "TextIndex TextRow text_row",
         "ahead": "ReadAgain ReadAhead",
+        "arena": "Arena Gather",
         "backend": "Backend Sink",
         "catalog": "CATALOG_FILE Catalog SqliteCatalog erase",
         "chunk_store": "ChunkStore is_store",

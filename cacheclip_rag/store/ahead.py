@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
+from .arena import Arena, Resident
 from .codecs import HEAD_BYTES, Frame, StoredKV, checked_frame, keeps, new_memory, pins_memory
 from .entries import Entry
 from .reading_pool import each_in_pool, in_order
@@ -64,9 +65,11 @@ class ReadAhead:
         once: bool = False,
         when_read: Callable[[], None] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """
         Args:
+            arena: of the GPU that will use the KV. What is there is not read.
             codec: KV of a coarser codec counts as missing; default any codec will do.
             num_layers: read the first layers only, if no others are used; default all.
             once: the caller uses the layers in order, each once, and calls :meth:`done` after each.
@@ -80,8 +83,9 @@ class ReadAhead:
         self._num_layers = _ALL if num_layers is None else num_layers
         self._shapes = shapes or {}
         self._again = lambda: ReadAhead(
-            store, keys, codec=codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes
+            store, keys, codec=codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes, arena=arena
         )
+        self._arena, self._residents = arena, list[Resident]()
         self._found: dict[str, StoredKV | None] = {}
         self._ready = dict.fromkeys(self._keys, 0)
         """Layers that are there and checked, by key."""
@@ -118,11 +122,14 @@ class ReadAhead:
                 return
             self._started, self._began_at = True, time.perf_counter()
             try:
+                if self._arena is not None:
+                    self._take(self._arena)
                 in_memory = [backend for backend in self._store.chunk_store.tiers.backends if backend.in_memory]
-                near = [key for key in self._ready if any(backend.get_many([key]) for backend in in_memory)]
+                wanted = [key for key in self._ready if key not in self._found]
+                near = [key for key in wanted if any(backend.get_many([key]) for backend in in_memory)]
                 for key, stored in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
                     self._settle(key, stored)
-                if len(near) < len(self._ready):
+                if len(near) < len(wanted):
                     # in this context: the thread may wait for the catalog as long as its request
                     run = contextvars.copy_context().run
                     thread = threading.Thread(target=run, args=(self._run,), name="cacheclip-read", daemon=True)
@@ -145,6 +152,10 @@ class ReadAhead:
                 raise self._error
             self._given.add(key)
             stored = self._found[key]
+            if stored is not None and self._arena is not None and stored.resident is None:
+                resident = self._arena.place(stored.frame)
+                self._residents += [resident] if resident is not None else []
+                stored = self._found[key] = replace(stored, resident=resident)
         # an engine with this model as auxiliary may have stored it with a coarser codec
         return stored if stored is None or self._codec is None or keeps(stored.codec, self._codec) else None
 
@@ -202,7 +213,7 @@ class ReadAhead:
             idle = self._idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
             return 0.0 if self._began_at is None else (self._ended_at or now) - self._began_at - idle
 
-    def close(self, *_: object) -> None:
+    def close(self, error: object = None, *_: object) -> None:
         """Stop reading, and wait for the read that is under way."""
         self._stop.set()
         with self._changed:
@@ -212,11 +223,30 @@ class ReadAhead:
             thread = self._thread
         if thread is not None:
             thread.join()
+        if self._arena is not None:
+            held, self._residents = self._residents, []
+            self._arena.release(held, waits=error is not None)
 
     def __enter__(self) -> ReadAhead:
         return self
 
     __exit__ = close
+
+    def _take(self, arena: Arena) -> None:
+        """Settle what is in the arena, and still in the store."""
+        known, entries = self._store.look_up(self._keys)
+        for key in self._ready:
+            if known and key not in entries:
+                continue
+            resident = arena.take(key, self._num_layers)
+            if resident is None:
+                continue
+            self._residents.append(resident)
+            frame = resident.frame
+            is_entry = not known or entries[key].codec == frame.codec
+            if is_entry and frame.shape == tuple(self._shapes.get(key, frame.shape)):
+                self._settle(key, StoredKV(frame, resident=resident))
+                self._store.record_use(key, is_hit=True)
 
     @cached_property
     def _layers(self) -> LayerReads:

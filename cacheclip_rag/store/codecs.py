@@ -317,6 +317,9 @@ class StoredKV:
     """The tokens that :meth:`layer` gives."""
     tier: int = 0
     """Number of the store's tier from which it is read."""
+    resident: object = None
+    """A :class:`~.arena.Resident`: where it stands in the memory of a GPU, or may be copied to; its bytes may be
+    nowhere else then. None: it has no place there."""
 
     @property
     def codec(self) -> str:
@@ -377,7 +380,7 @@ def part_of(kv: KV, start: int, stop: int) -> KV:
     assert 0 <= start < stop <= kv.shape[3], f"tokens {start} to {stop} of {kv.shape[3]}"
     if isinstance(kv, StoredKV):
         first = kv.tokens.start or 0
-        return StoredKV(kv.frame, slice(first + start, first + stop))
+        return replace(kv, tokens=slice(first + start, first + stop))
     return kv[:, :, :, start:stop]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .arena import Gather, Resident
 from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV, widths_of
 
 _ALL_HEADS = slice(None)
@@ -36,7 +37,14 @@ class Joined:
         self.places = torch.from_numpy(np.concatenate(runs))
         """``(num_tokens,)`` int64: where each token belongs."""
         self._tokens = [kv.tokens for kv in self.pieces if isinstance(kv, StoredKV)]
-        self._arrays = [kv.arrays() for kv in self.pieces if isinstance(kv, StoredKV)]
+        alike = [
+            (start, kv, kv.resident)
+            for start, kv in placed
+            if isinstance(kv, StoredKV) and isinstance(kv.resident, Resident)
+        ]
+        self.gather = Gather(alike) if alike else None
+        """The pieces as they stand in the memory of a GPU; None if they do not. It takes the place of :meth:`layer`."""
+        self._arrays = [kv.arrays() for kv in self.pieces if isinstance(kv, StoredKV) and kv.resident is None]
         """Of each stored piece its layers' arrays, of all tokens."""
 
     @cached_property
@@ -104,7 +112,7 @@ def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
         for _, group in groupby(
             placed,
             key=lambda piece: (
-                (piece[1].codec, widths_of(piece[1].frame.shape))
+                (piece[1].codec, widths_of(piece[1].frame.shape), piece[1].resident is None)
                 if isinstance(piece[1], StoredKV)
                 else (piece[1].dtype, piece[1].device, piece[1].shape[:3], piece[1].shape[4])
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -14,7 +15,10 @@ from .backend import Backend, Sink
 from .memory import MemoryBackend
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Buffer
+
+    from .arena import Arena
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,25 @@ class Tiers(Backend):
             raise ConfigurationError("a chain of tiers needs at least one backend, got none.")
         self.backends = tuple(backends)
         self._stats = [TierStats(backend.name) for backend in backends]
+        self.gpu_bytes: int | None = None
+        """Of the arena of each GPU (:class:`~.arena.Arena`), when it is made."""
+        self._arenas: dict[torch.device, Arena] = {}
+        self._lock = threading.Lock()
         self.reads_at_once, self.least_read = self.last.reads_at_once, self.last.least_read
+
+    def arena(self, device: torch.device) -> Arena:
+        """Copies of payloads in the memory of a GPU."""
+        from .arena import Arena
+
+        with self._lock:
+            if device not in self._arenas:
+                self._arenas[device] = Arena(device, self.gpu_bytes)
+            return self._arenas[device]
+
+    @property
+    def _copies(self) -> list[Backend | Arena]:
+        """What holds nothing but copies."""
+        return [*self.backends[:-1], *self._arenas.values()]
 
     @property
     def last(self) -> Backend:
@@ -121,12 +143,12 @@ class Tiers(Backend):
     def drop_copies(self, keys: Iterable[str]) -> None:
         """Remove payloads from all tiers but the last, for instance because another process deleted them there."""
         keys = [*keys]
-        for faster in self.backends[:-1]:
+        for faster in self._copies:
             faster.delete(keys)
 
     def drop_old_copies(self, unknown: Callable[[Sequence[str]], Iterable[str]]) -> None:
         """Remove copies in memory of what is no longer stored. ``unknown`` says which of some keys are not."""
-        for faster in self.backends[:-1]:
+        for faster in self._copies:
             if faster.in_memory and (keys := [*faster.list()]):
                 faster.delete(unknown(keys))
 
@@ -162,6 +184,8 @@ class Tiers(Backend):
 
     def delete(self, keys: Iterable[str]) -> int:
         removed = [*keys]
+        for arena in self._arenas.values():
+            arena.delete(removed)
         counts = [backend.delete(removed) for backend in reversed(self.backends)]
         return counts[0]
 

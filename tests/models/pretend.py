@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag.runtime.transformers import attention, attention_pattern
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.store import ahead, codecs, memory
+from cacheclip_rag.runtime.transformers.model import ModelRuntime, may_gather
+from cacheclip_rag.store import ahead, arena, codecs, memory
 
 __all__ = ["CUDA", "Pretended", "Queue", "move", "pretended"]
 
@@ -311,6 +311,7 @@ def move(runtime: Any) -> None:
                 setattr(module, name, Pretended(value))
     runtime.device = CUDA
     runtime.layer_devices[:] = [CUDA] * runtime.num_layers
+    runtime.gathers = may_gather(runtime.widths, [CUDA])
 
 
 @contextmanager
@@ -340,6 +341,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, as_on_cpu: bool = True) -> Ite
     for module in (codecs, ahead, memory):
         monkeypatch.setattr(module, "pins_memory", lambda: True)
         monkeypatch.setattr(module, "new_memory", new_memory)
+    monkeypatch.setattr(arena, "free_bytes", lambda device: 1 << 24)
     for name in ("scaled_dot_product_attention", "sdpa_attention_forward"):
         monkeypatch.setattr(attention, name, queue.at_once(getattr(attention, name)))
     monkeypatch.setattr(attention, "_with_mass", queue.at_once(attention._with_mass))

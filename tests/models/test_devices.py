@@ -342,9 +342,9 @@ class TestPretendedAccelerator:
         ("method", "two", "four"),
         [
             ("full", (128, 1, 0, 1), (128, 1, 0, 1)),
-            ("direct", (225, 18, 0, 1), (225, 24, 0, 1)),
-            ("cacheclip", (457, 37, 0, 2), (464, 47, 0, 2)),
-            ("query_attention", (567, 47, 0, 2), (574, 53, 0, 2)),
+            ("direct", (188, 10, 0, 1), (188, 10, 0, 1)),
+            ("cacheclip", (381, 23, 0, 2), (388, 23, 0, 2)),
+            ("query_attention", (530, 39, 0, 2), (537, 39, 0, 2)),
         ],
     )
     def test_work_of_a_question(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...store import KV, LayerKV, join, layer_of, upload
+from ...store import KV, Gather, LayerKV, join, layer_of, upload
 from ..base import KVPart, KVSource
 from .rotary import ModelRotary, Tables, changed, rotate, unrotate
+
+_TOGETHER = 1 << 27
+"""Bytes of layers that are gathered and rotated together."""
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
@@ -39,21 +43,21 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        shares: FusedLayer | None = None,
+        memory: Sequence[torch.Tensor] | None = None,
         is_zero: bool = False,
     ):
-        """``widths``: number of heads, widths of keys and values. ``shares``: a layer of the same widths whose memory
-        this one uses, too. ``is_zero``: it begins with zeros."""
+        """``widths``: number of heads, widths of keys and values. ``memory``: of keys and of values, in place of its
+        own. ``is_zero``: its own begins with zeros."""
         super().__init__()
         self.dtype, self.device, self.is_initialized = dtype, device, True
-        if shares is None:
+        if memory is None:
             heads, *of_both = widths
             make = torch.zeros if is_zero else torch.empty
             self._keys, self._values = (
                 make(1, heads, capacity, width, dtype=dtype, device=device) for width in of_both
             )
         else:
-            self._keys, self._values = shares._keys, shares._values
+            self._keys, self._values = memory
         self.slots: torch.Tensor | None = None
         """``(num_rows,)`` int64, slots that the next update writes; None: the update appends."""
         self.slots_on_cpu: torch.Tensor | None = None
@@ -159,6 +163,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     position."""
     token_bytes: int = 0
     """Bytes of the KV of one token."""
+    memory: torch.Tensor | None = None
+    """``(num_layers, 2, num_kv_heads, capacity, head_dim)``: of all layers, if prompts are gathered."""
     tables: Sequence[Tables | None] = ()
     """Per layer the rotary tables of the prompt's slots, while a fused prefill goes on: stored keys, the correction and
     the pass take their rows from them. Empty: each makes its own."""
@@ -239,11 +245,20 @@ class FusedCache(Cache):  # type: ignore[misc]
         for number in range(len(self.layers)):
             write(number)
 
-    def filling(self, pieces: Iterable[tuple[int, KV]]) -> Callable[[int], None]:
+    def filling(
+        self,
+        pieces: Iterable[tuple[int, KV]],
+        wait: Callable[[int], None] | None = None,
+        num_layers: int | None = None,
+    ) -> Callable[[int], None]:
         """Writes many pieces of stored KV layer by layer: as :meth:`fill_all`, but a layer's KV is needed only when the
-        function that is returned is called with the layer's number. That may be within a pass."""
-        groups = []
+        function that is returned is called with the layer's number. That may be within a pass. ``wait`` is called with
+        the last layer whose KV is needed then, ``num_layers`` of which may be asked for (default all)."""
+        groups, gatherings = [], list[Callable[[int], None]]()
         for joined in join(pieces):
+            if joined.gather is not None:
+                gatherings.append(self._gathering(joined.gather, wait, num_layers or len(self.layers)))
+                continue
             slots = joined.places
             first, length = int(slots[0]), int(slots[-1]) + 1
             tables = self.tables_of(slots)
@@ -255,11 +270,35 @@ class FusedCache(Cache):  # type: ignore[misc]
 
         def write(number: int) -> None:
             layer = self.layers[number]
+            for gather in gatherings:
+                gather(number)
+            if groups and wait is not None:
+                wait(number)
             for joined, first, tables, sources in groups:
                 keys, values, scale = layer.used(joined.layer(number, layer.device))
                 keys = rotate(keys, tables[number], layer.dtype)
                 values = (values if scale is None else values * scale).to(layer.dtype)
                 layer.write_at(first, keys, values, sources[layer.device])
+
+        return write
+
+    def _gathering(self, gather: Gather, wait: Callable[[int], None] | None, num_layers: int) -> Callable[[int], None]:
+        """Writes the KV of a layer and of those after it that turn alike, as many as :data:`_TOGETHER` allows."""
+        assert self.memory is not None, "pieces are gathered into the memory of all layers"
+        tables, memory, done = self.tables_of(torch.arange(gather.first, gather.stop)), self.memory, 0
+        self.extend_to(gather.stop)
+
+        def write(number: int) -> None:
+            nonlocal done
+            if number < done:
+                return
+            alike = takewhile(lambda n: tables[n] is tables[number], range(number, num_layers))
+            done = [*alike][: max(1, _TOGETHER // gather.layer_bytes)][-1] + 1
+            if wait is not None:
+                wait(done - 1)
+            kv, target = gather.layers(number, done), memory[number:done, :, :, gather.first : gather.stop]
+            target[:, 0].copy_(rotate(kv[:, 0], tables[number], target.dtype))
+            target[:, 1].copy_(kv[:, 1])
 
         return write
 

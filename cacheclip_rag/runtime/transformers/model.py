@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from ...base.clock import PhaseClock
 from ...base.errors import UnsupportedModelError
-from ...store import KVShape, LayerKV, upload
+from ...store import COPIES_BESIDE, KVShape, LayerKV, upload
 from ..base import KVMatch
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin, scales_by_row
 from .attention import ATTENTION_NAME, pattern_attention
@@ -50,6 +50,12 @@ def _is_offloaded(model: torch.nn.Module) -> bool:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     each = (single for hook in hooks for single in getattr(hook, "hooks", [hook]))
     return any(getattr(hook, "offload", False) for hook in each)
+
+
+def may_gather(widths: Sequence[tuple[int, int, int]], devices: Sequence[torch.device]) -> bool:
+    """Whether the layers are alike, keys as wide as values, and on one GPU."""
+    is_alike = len({*widths}) == len({*devices}) == 1 and widths[0][1] == widths[0][2]
+    return is_alike and devices[0].type in COPIES_BESIDE
 
 
 class ModelRuntime(TextModel):
@@ -97,6 +103,7 @@ class ModelRuntime(TextModel):
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
         self.layer_devices = [device_of(layer) for layer in layers[: self.num_layers]]
+        self.gathers = may_gather(self.widths, [self.device, *self.layer_devices])
         install_layer_hooks(list(layers), self.num_layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         self.is_offloaded = _is_offloaded(model)
@@ -133,15 +140,20 @@ class ModelRuntime(TextModel):
         out."""
         # stored KV is written, by several threads, before the model is first used
         check_process(self.name, self._process)
-        shared: dict[object, FusedLayer] = {}
-        layers = []
-        for kind in zip(self.widths, self.layer_devices, strict=True):
+        shared: dict[object, Sequence[torch.Tensor]] = {}
+        layers, memory = [], None
+        if self.gathers:
+            shape, make = self.kv_shape(capacity), torch.zeros if one_layer else torch.empty
+            memory = make(shape, dtype=self.dtype, device=self.layer_devices[0])
+        for number, kind in enumerate(zip(self.widths, self.layer_devices, strict=True)):
             widths, device = kind
-            layer = self._layer(widths, capacity, self.dtype, device, shared.get(kind), is_zero=one_layer)
+            own = shared.get(kind) if memory is None else memory[number].unsqueeze(1).unbind()
+            layer = self._layer(widths, capacity, self.dtype, device, own, is_zero=one_layer)
             if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
-                shared.setdefault(kind, layer)
+                shared.setdefault(kind, (layer._keys, layer._values))
             layers.append(layer)
         cache = FusedCache(layers=layers)
+        cache.memory = memory
         cache.rotary = self.rotary
         cache.token_bytes = sum(layer.token_bytes for layer in layers)
         return cache
