@@ -18,7 +18,7 @@ from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.fusion.wire import runs_of
 from cacheclip_rag.models import load_model, unload_models
 from cacheclip_rag.runtime import Runtime
-from cacheclip_rag.runtime.transformers import state_map, state_map_model
+from cacheclip_rag.runtime.transformers import state_map, state_map_model, state_map_proof
 from cacheclip_rag.runtime.transformers.cache import cache_argument
 from cacheclip_rag.runtime.transformers.rotary import Tables
 from cacheclip_rag.runtime.transformers.state_map_model import StateMapRuntime
@@ -199,8 +199,16 @@ class TestProof:
         runtime: Any = load_model(folder)
         assert caplog.text.count("reuse is experimental") == 1 and runtime.layout.edges == (FIRST, LAST)
         unload_models()
-        monkeypatch.setattr("cacheclip_rag.runtime.transformers.state_map_proof._gaps", lambda *_: pytest.fail("kept"))
+        asked = []
+        gaps = state_map_proof._gaps
+        monkeypatch.setattr(state_map_proof, "_gaps", lambda *each: asked.append(each[2]) or gaps(*each))
         load_model(folder)
+        assert not asked
+        for file in (tmp_path / "home" / "state-maps").iterdir():
+            file.write_text('{"prefill": 0.0}')
+        unload_models()
+        load_model(folder)
+        assert asked == [True, False]  # the tiny model, and the weights
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +37,8 @@ _ROUNDED = 0.1
 """Largest gap, as a share of the root mean square of what it is compared with; for 16 bits."""
 _TIMES = 2
 """Or as many times what rounding does to the unmodified model, in 16 bits."""
+_DEEP = 3
+"""And as many times that for moved KV, of which the worst layer counts."""
 _NOTICED = 1e-3
 """Least gap that a planted mistake must make."""
 
@@ -49,7 +51,7 @@ def prove_state_maps(runtime: StateMapRuntime) -> None:
         started = time.perf_counter()
         with weights_kept(runtime.model):
             check_rows(runtime.model, runtime.name)
-            kept(kept_file("state-maps", described(runtime.model), device_name(runtime.device)), _read, of_twin, dict)
+            _kept(torch.float32, of_twin, described(runtime.model), device_name(runtime.device))
             gaps = _proven(runtime, planted=False)
         logger.info("%s was proven exact in %.1f s: %s", runtime.name, time.perf_counter() - started, gaps)
         return gaps
@@ -66,27 +68,40 @@ def prove_state_maps(runtime: StateMapRuntime) -> None:
         return _proven(tiny, planted=True)
 
     devices = [*map(device_name, runtime.layer_devices)]
-    kept(kept_file("state-maps", type(runtime.model).__name__, runtime.fingerprint, devices), _read, of_weights, dict)
+    _kept(runtime.dtype, of_weights, type(runtime.model).__name__, runtime.fingerprint, devices)
 
 
-def _read(gaps: Any) -> dict[str, float]:
-    return {str(what): float(gap) for what, gap in gaps.items()}
+def _kept(dtype: torch.dtype, make: Callable[[], dict[str, float]], *identity: object) -> None:
+    def read(gaps: dict[str, float]) -> dict[str, float]:
+        if _failure(gaps, dtype):
+            raise ValueError("it proves nothing")
+        return gaps
+
+    kept(kept_file("state-maps", *identity), read, make, dict)
+
+
+def _failure(gaps: dict[str, float], dtype: torch.dtype) -> str:
+    """Why the gaps prove nothing; empty: they prove it."""
+    limit = max(_LIMITS.get(dtype, _ROUNDED), _TIMES * gaps.get("noise", 0.0))
+    limits = {**dict.fromkeys(_CHECKS, limit), "moved": limit if dtype == torch.float32 else _DEEP * limit}
+    differs = {what: gap for what in limits if not (gap := gaps.get(what, math.nan)) <= limits[what]}
+    if differs:
+        sizes = ", ".join(f"{what} by {gap:.2g}" for what, gap in differs.items())
+        return f"it differs from the unmodified model in {sizes}"
+    unseen = [what for what in _PLANTED if not gaps.get(what, math.inf) >= _NOTICED]
+    return f"{unseen[0]} does not show" if unseen else ""
 
 
 def _proven(runtime: StateMapRuntime, *, planted: bool) -> dict[str, float]:
-    gaps: dict[str, float] = {}
+    why = ""
     for seed in _SEEDS:
         gaps = _gaps(runtime, seed, planted)
-        limit = max(_LIMITS.get(runtime.dtype, _ROUNDED), _TIMES * gaps.get("noise", 0.0))
-        wrong = [f"{what} by {gaps[what]:.2g}" for what in _CHECKS if not gaps[what] <= limit]
-        unseen = [what for what in _PLANTED if not gaps.get(what, math.inf) >= _NOTICED]
-        if not wrong and not unseen:
+        if not (why := _failure(gaps, runtime.dtype)):
             return gaps
-    differs = f"it differs from the unmodified model in {', '.join(wrong)}"
     raise UnsupportedModelError(
         f"model {runtime.name!r} ({runtime.model.config.model_type!r}) failed the proof that its state maps are exact: "
-        f"{differs if wrong else f'{unseen[0]} does not show'}. Choose another model, such as Llama, Qwen3 or Gemma 3, "
-        "or run this one with transformers itself, without reuse."
+        f"{why}. Choose another model, such as Llama, Qwen3 or Gemma 3, or run this one with transformers itself, "
+        "without reuse."
     )
 
 
