@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import os
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from cacheclip_testing.tiny import (  # noqa: F401
     make_tokenizer,
     tiny_spec,
 )
+from thinned import examples, some_of  # noqa: F401
 
 __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tokenizer"]
 
@@ -32,16 +30,6 @@ __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tok
 LLAMA = TINY_MODELS["llama"]
 DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]
 of = tiny_spec
-
-
-def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise with every ``step``-th combination, and with all of them with ``CACHECLIP_TEST_ALL=1``.
-
-    With fewer steps than the last parameter has values, and no common divisor with their number, the others meet in all
-    combinations, each beside another value of the last one."""
-    rows = list(itertools.product(*values.values()))
-    rows = rows if os.environ.get("CACHECLIP_TEST_ALL") else rows[::step]
-    return pytest.mark.parametrize([*values], rows)  # noqa: PT006
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,7 @@ from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
+from tests.conftest import examples
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"
@@ -89,7 +90,7 @@ class TestSamplingParams:
         with pytest.raises(ConfigurationError, match=option):
             SamplingParams(**{option: value})
 
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(st.fixed_dictionaries({}, optional=dict.fromkeys(NUMBERS, st.sampled_from(EDGES) | st.floats())))
     @example({"repetition_penalty": 1e-300, "temperature": 1})
     @example({"repetition_penalty": LEAST_PENALTY, "temperature": GREEDY_BELOW})
@@ -135,7 +136,7 @@ class TestTextStream:
         ]
         assert "".join(streamed(runtime, ids)[0]) == "ab"
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(
         ids=st.lists(st.integers(0, 399), max_size=30),
         stop=st.lists(st.text("ab e\n", min_size=1, max_size=3), max_size=2),
@@ -184,13 +185,13 @@ def byte_level() -> Tokenizer:
 
 
 class TestLongTexts:
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(ids=st.lists(st.integers(0, 255), max_size=40))
     def test_pieces_join_to_the_text_of_any_bytes(self, ids: list[int]) -> None:
         tokenizer = byte_level()
         assert self.joined(tokenizer, ids) == tokenizer.decode(ids)
 
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(parts=st.lists(st.integers(0, 264) | st.characters(exclude_categories=["Cs"]), max_size=20))
     def test_pieces_join_to_the_text_of_pieces_and_characters(self, parts: list[int | str]) -> None:
         """A first token is written without its space, and bytes are written as a character once it is whole."""
@@ -238,7 +239,7 @@ class TestLongTexts:
             tracemalloc.stop()
         assert peak < 10_000 < len(stream.text) == 5 * 20_010
 
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(
         ids=st.lists(st.sampled_from(b"ab\xc3\xa9\xf0\x9f\x97\xbc"), max_size=40),
         stop=st.lists(st.text("abé🗼\ufffd", min_size=1, max_size=4), max_size=3),
@@ -258,7 +259,7 @@ class TestLongTexts:
 
 
 class TestLogprobs:
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(ids=st.lists(st.integers(0, 255), max_size=20))
     def test_of_bytes(self, ids: list[int]) -> None:
         fast = PreTrainedTokenizerFast(tokenizer_object=byte_level())

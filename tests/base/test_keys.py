@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.store import chunk_key
+from tests.conftest import examples
 
 BASE: dict[str, Any] = {
     "model_fingerprint": "abc:float32",
@@ -52,20 +53,20 @@ def test_any_change_changes_the_key(change: dict[str, Any]) -> None:
     assert chunk_key(**{**BASE, **change}) != chunk_key(**BASE)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(one=inputs, other=inputs)
 def test_equal_keys_mean_equal_inputs(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert (chunk_key(**one) == chunk_key(**other)) == (one == other)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(base=inputs, field=st.sampled_from(sorted(BASE)), data=st.data())
 def test_one_changed_field_is_enough(base: dict[str, Any], field: str, data: st.DataObject) -> None:
     new = data.draw(ids if field.endswith("ids") else st.text(max_size=5))
     assert (chunk_key(**{**base, field: new}) == chunk_key(**base)) == (new == base[field])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(base=inputs, one=st.text(max_size=8), other=st.text(max_size=8))
 def test_namespaces_never_share(base: dict[str, Any], one: str, other: str) -> None:
     same = chunk_key(**{**base, "namespace": one}) == chunk_key(**{**base, "namespace": other})

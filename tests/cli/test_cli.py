@@ -59,29 +59,27 @@ def test_store_stats(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
     assert missing.code == 1 and not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("explain-miss", "prompt.txt", "--store", "{none}"), 1, "there is no store at"),
-        (("store", "verify", "--store", "{none}"), 1, "there is no store at"),
-        (("store", "verify", "--store", "~gone/s"), 1, "there is no store at ~gone/s"),
-        (("store", "gc", "--store", "~gone/s"), 1, "there is no store at ~gone/s"),
-        (("profile", "--settings", "~gone/a.toml"), 2, "~gone/a.toml"),
-        (("profile", "--primary", "~gone/m"), 2, "no model is called"),
-        (("profile", "--auxiliary", "smollm-135m"), 2, "mean 'packaged:smollm2-135m'?"),
-        (("profile", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
-        (("profile", "--settings", "{file}"), 2, "other.toml: unknown table [wrong]. Known: "),
-        (("profile", "--codec", "int8"), 2, "write codec = ... in the file of --settings"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
-    arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
-) -> None:
+REFUSED = [
+    (("explain-miss", "prompt.txt", "--store", "{none}"), 1, "there is no store at"),
+    (("store", "verify", "--store", "{none}"), 1, "there is no store at"),
+    (("store", "verify", "--store", "~gone/s"), 1, "there is no store at ~gone/s"),
+    (("store", "gc", "--store", "~gone/s"), 1, "there is no store at ~gone/s"),
+    (("profile", "--settings", "~gone/a.toml"), 2, "~gone/a.toml"),
+    (("profile", "--primary", "~gone/m"), 2, "no model is called"),
+    (("profile", "--auxiliary", "smollm-135m"), 2, "mean 'packaged:smollm2-135m'?"),
+    (("profile", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
+    (("profile", "--settings", "{file}"), 2, "other.toml: unknown table [wrong]. Known: "),
+    (("profile", "--codec", "int8"), 2, "write codec = ... in the file of --settings"),
+]
+
+
+def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "other.toml"
     file.write_text("[wrong]\nchat = 1")
-    done = run_without_torch(*(each.format(none=tmp_path / "none", file=file) for each in arguments))
-    assert (done.code, done.out) == (code, ""), done.err
-    assert message in done.err and len(done.err.splitlines()) == 1
+    commands = [[each.format(none=tmp_path / "none", file=file) for each in arguments] for arguments, *_ in REFUSED]
+    for (_, code, message), done in zip(REFUSED, run_without_torch(*commands), strict=True):
+        assert (done.code, done.out) == (code, ""), done.err
+        assert message in done.err and len(done.err.splitlines()) == 1
     assert not (tmp_path / "none").exists()
 
 

@@ -23,6 +23,7 @@ from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.settings import vary
+from tests.conftest import some_of
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
@@ -81,7 +82,7 @@ REWRITTEN: dict[str, tuple[str, str]] = {
 
 
 class TestMisses:
-    @pytest.mark.parametrize("name", REWRITTEN)
+    @some_of(3, name=REWRITTEN)
     def test_a_rewritten_text_counts_as_missed(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
         text, shown = REWRITTEN[name]
         others = [

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import KVMatch
 from cacheclip_rag.runtime.prompt_cache import PromptCache
 from cacheclip_rag.runtime.transformers.cache import FusedCache, FusedLayer
-from tests.conftest import CHUNKS, QUESTION
+from tests.conftest import CHUNKS, QUESTION, examples
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits
 
 SIZE = 2
@@ -268,7 +268,7 @@ operations = st.lists(
 
 
 class TestRandomTraces:
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(max_blocks=st.integers(0, 7), spare=st.integers(0, BLOCK_BYTES - 1), trace=operations)
     @example(3, 0, [("insert", [0] * 6), ("hold", [0] * 6), ("insert", [1] * 4), ("release", 0), ("insert", [1])])
     def test_equal_to_brute_force(self, max_blocks: int, spare: int, trace: list[Any]) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.methods import preset
@@ -25,7 +25,7 @@ from cacheclip_rag.runtime.transformers.attention_pattern import (
     causal_pattern,
 )
 from cacheclip_rag.runtime.transformers.rotary import rotate
-from tests.conftest import TINY_MODELS
+from tests.conftest import TINY_MODELS, examples
 from tests.fusion.cases import (
     BROKEN,
     EXACT,
@@ -63,16 +63,6 @@ class TestRatioOne:
         expected = reference_greedy(case.folder, case.layout.ids, 8)
         assert list(answer.token_ids) == expected
         assert answer.text == case.runtime.decode_ids(expected)
-
-    def test_decoding_goes_on_as_after_full_prefill(self, case: Case) -> None:
-        segments = [span.segment for span in case.layout.spans]
-        fused, plain = prefilled(case.engine, segments, "cacheclip", 1.0), prefilled(case.engine, segments, "full")
-        left, right = fused.logits, plain.logits
-        for _ in range(16):
-            assert gap(left, right) < EXACT
-            token = int(right.argmax())
-            assert int(left.argmax()) == token
-            left, right = case.runtime.decode_step(fused.cache, token), case.runtime.decode_step(plain.cache, token)
 
     def test_twin_rows_at_wrong_positions(self, case: Case) -> None:
         rows = case.rows(1.0)
@@ -280,7 +270,7 @@ class TestBlockAttention:
         sinks = torch.zeros(q.shape[0]) if rule.sinks is None else rule.sinks.double().exp()
         return (weights / (weights.sum(-1, keepdim=True) + sinks[:, None, None]) @ v).transpose(0, 1)[None]
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(data=st.data())
     def test_equals_dense_reference(self, data: st.DataObject) -> None:
         num_slots = data.draw(st.integers(1, 400), "slots")
@@ -381,7 +371,7 @@ class TestBlockAttention:
         (weights @ value).square().sum().backward()
         assert ours is not None and key.grad is not None and gap(ours, key.grad) < 1e-5
 
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     @given(
         lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=4),
         window=st.sampled_from([None, 1, 5]),

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, examples, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
@@ -135,7 +135,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[bool]]:
 class TestRandomPrompts:
     """Any number of chunks of any length, any selection: what unmodified transformers gives with the exact mask."""
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(prompt=prompts(), name=st.sampled_from(DENSE), data=st.data())
     def test_equals_the_reference(
         self, tiny_models: dict[str, str], prompt: Any, name: str, data: st.DataObject

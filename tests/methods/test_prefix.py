@@ -15,7 +15,7 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.kv_blocks import KVBlock
 from cacheclip_rag.runtime.transformers.cache import FusedCache
-from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt, some_of
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run
 
@@ -99,8 +99,7 @@ class TestEqualsFullPrefill:
 
 
 class TestOtherMethodsBehindIt:
-    @pytest.mark.parametrize("name", REUSING)
-    @few
+    @some_of(3, ["primary"], name=REUSING, primary=["llama", "gemma3", "qwen3", "gpt-oss"])
     def test_the_same_chunks_in_the_same_order_are_exact_and_free(self, warm: Case, name: str) -> None:
         again = run(warm, name)
         stats = again.stats

@@ -27,7 +27,7 @@ from cacheclip_rag.runtime.transformers import attention, cache, kept, model, pr
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
 from cacheclip_rag.store import layer_shapes
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, some_of
 from tests.fusion.cases import BROKEN, EXACT, gap, make_case, prefilled, reference_logits, scatter_reference
 
 _WINDOWS = {
@@ -249,8 +249,7 @@ def _late(tables: Tables | None) -> Tables | None:
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mistake", MISTAKES)
+@some_of(2, dtype=["float32", "bfloat16"], mistake=MISTAKES)
 def test_a_planted_mistake_is_refused(
     mistake: str, dtype: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

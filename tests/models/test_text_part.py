@@ -15,7 +15,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import text_part
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, some_of
 from tests.fusion.cases import EXACT, gap, make_case, prefilled
 
 _TEXT = {
@@ -87,7 +87,7 @@ def reference(folder: str, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("architecture", WHOLE)
+@some_of(2, architecture=WHOLE)
 def test_equals_the_whole_model(architecture: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
     folder = build(tmp_path, architecture)
     case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jinja2 import TemplateError
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
@@ -17,7 +17,7 @@ from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.segments import segment_chat
 from cacheclip_rag.store import Catalog
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, examples, rag_prompt
 
 TEMPLATES = {
     "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
@@ -146,7 +146,7 @@ def test_stored_texts_are_found(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     contents=st.lists(
         st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
@@ -14,6 +14,7 @@ from cacheclip_rag.prompt.segments import check_segments, given_texts, segment_c
 from cacheclip_rag.runtime.base import Message
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import Catalog, TextIndex
+from tests.conftest import examples
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -140,7 +141,7 @@ class TestChat:
         segments = segment_chat([message], write, index)
         assert "".join(s.text for s in segments) == "['content', 'role'] ipython-2_x: hi"
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(contents=st.lists(st.text(max_size=30), min_size=1, max_size=4))
     def test_any_contents_come_through_unchanged(self, tiny_models: dict[str, str], contents: list[str]) -> None:
         runtime = load_model(tiny_models["llama"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cacheclip_testing import FakeRuntime, fake_models, fake_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag import Answer, CacheClipEngine, Event
 from cacheclip_rag.adapters.finishing import final_events
@@ -15,6 +15,7 @@ from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
 from cacheclip_rag.runtime.markers import REASONING_MARKERS, known_reasoning, markers_among
+from tests.conftest import examples
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
@@ -115,7 +116,7 @@ class TestReader:
         """Thinking is switched off."""
         assert read("Twelve.", f"{opening}\n\n{closing}\n\n") == ("", "Twelve.")
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(st.lists(st.sampled_from([*"<>[]/ \na", "think", "<think>", "</think>", "[/THINK]"])), st.integers(1, 9))
     def test_pieces_change_nothing(self, parts: list[str], size: int) -> None:
         text = "".join(parts)
@@ -371,7 +372,7 @@ class TestCalls:
     def test_after_what_is_shown(self, said: str) -> None:
         assert calls_in(said) == (said.removesuffix(CALL), ["f"])
 
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     @given(
         st.lists(
             st.sampled_from(["`", "```", "~~~", "\n", " ", "    ", "a", "* ", "<pre>", "</pre>", CALL, CODER, *TAGS])

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from tests.conftest import CACHECLIP, CHUNKS, add_bos, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, add_bos, examples, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, prefilled, reference_logits
 
 ONE = SamplingParams(max_tokens=1)
@@ -119,7 +119,7 @@ class TestSpecialTokensInDocuments:
         assert not [token for span in own for token in span.tokens.ids if token in special]
         assert engine.primary.decode_ids([t for s in own for t in s.tokens.ids]).count(document) == 1
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         pieces=st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|", "im_end", "|>", " ", "x"]), max_size=12)
     )

@@ -99,7 +99,7 @@ USER: list[dict[str, Any]] = [{"role": "user", "content": " What <b>is</b> it? \
 CHATS: dict[str, list[dict[str, Any]]] = {
     "a question": USER,
     "a conversation": [{"role": "system", "content": "Be short."}, *USER, {"role": "assistant", "content": "A"}, *USER],
-    "many messages": [*USER, {"role": "assistant", "content": "No."}] * 1000,
+    "many messages": [*USER, {"role": "assistant", "content": "No."}] * 200,
 }
 TOOL = {
     "type": "function",
@@ -161,6 +161,7 @@ class TestHostile:
 
     def test_by_messages(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is no fault of the model."""
+        monkeypatch.setattr(text, "_MOST_STEPS", 100_000)  # for the time of the tests
         over = "{% for c in m.content %}{% for d in m.content %}{% endfor %}{% endfor %}"
         template = "{% for m in messages %}" + over + "ok{% endfor %}"
         monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
@@ -177,7 +178,10 @@ class TestHostile:
         with pytest.raises(ConfigurationError, match="refuses"):
             runtime.render_chat(USER)
 
-    def test_when_a_model_is_loaded(self, tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    def test_when_a_model_is_loaded(
+        self, tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(text, "_MOST_STEPS", 100_000)
         folder = build_model(tmp_path / "endless", LLAMA)
         (folder / "chat_template.jinja").write_text(HOSTILE["loops"] + "{{ messages[0].content }}")
         engine = CacheClipEngine(primary=str(folder), auxiliary=tiny_models["auxiliary"], **CACHECLIP)  # type: ignore[arg-type]

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.runtime.base import KVMatch, KVPart, KVSource
 from cacheclip_rag.runtime.kv_blocks import LEAST_PAST, LEAST_RUN
 from cacheclip_rag.runtime.prompt_cache import Approximate, PromptCache
+from tests.conftest import examples
 
 BLOCK = 16
 
@@ -130,7 +131,7 @@ class TestRuns:
         with cache.match(new, "any method", moves=range(10**6)) as match:
             assert [start for start, _, _ in moved(match)] == [169], "conversations beside it are not its past"
 
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(seed=st.integers(0, 10**6), cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 90)), max_size=6))
     def test_pieces_in_any_order(self, seed: int, cuts: list[tuple[int, int]]) -> None:
         old, other = tokens(320, seed), [number % 3 for number in tokens(320, seed + 1)]

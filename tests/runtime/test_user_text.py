@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from cacheclip_testing.tiny import SENTENCES, TINY_MODELS, build_model, make_tokenizer
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheclip_rag.models.load import load_model, resolve
 from cacheclip_rag.runtime.transformers.user_text import LeastTokens, text_tokenizer
+from tests.conftest import examples
 
 ALIKE = st.lists(
     st.sampled_from([*"abc <>|/_\n\u00e9\u0301\u200b\U0001f600", "think", "im_end", "eos", "h1"]), max_size=20
@@ -171,7 +172,7 @@ class TestOtherIds:
         "make",
         [byte_level, lambda: byte_level("<think>"), lambda: sentencepiece("\n", "<h1>"), unigram, made_by_merges],
     )
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(text=ALIKE)
     def test_are_as_before(self, make: Callable[[], Any], text: str) -> None:
         tokenizer = make()
@@ -261,7 +262,7 @@ class TestThreads:
 
 
 class TestLeastTokens:
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(text=ALIKE | st.text())
     def test_is_never_more_than_there_are(self, text: str) -> None:
         for normalizer in (None, normalizers.NFC()):

@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.budget import AlignedWindows, Grouping, Tokens, Windows
+from tests.conftest import examples
 
-FIXED = settings(max_examples=150, deadline=None)
+FIXED = examples(150)
 
 # Small integers: many ties, and means of windows of 8 that floats hold exactly.
 chunk_scores = st.lists(st.integers(0, 4), min_size=0, max_size=30)
@@ -131,7 +132,7 @@ class TestBruteForce:
         if window == 1:
             assert flat(Tokens().take(tensors(scores), budget)) == expected
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(seed=st.integers(0, 10_000), budget=st.integers(0, 90))
     def test_window_score_on_random_floats(self, seed: int, budget: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection.auxiliary_pass import map_scores
+from tests.conftest import examples
 
 TEXTS = [
     "The magic number is 7316042.",
@@ -62,14 +63,14 @@ def brute(scores: list[float], source: list[tuple[int, int]], target: list[tuple
 
 
 class TestProperties:
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(data=st.data(), length=st.integers(1, 25))
     def test_equals_brute_force(self, data: st.DataObject, length: int) -> None:
         source, target = data.draw(cuts(length)), data.draw(cuts(length))
         scores = data.draw(st.lists(st.floats(0, 1), min_size=len(source), max_size=len(source)))
         assert mapped(scores, source, target) == brute(scores, source, target)
 
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     @given(data=st.data(), points=st.sets(st.integers(0, 25)))
     def test_identity_for_the_same_offsets(self, data: st.DataObject, points: set[int]) -> None:
         offsets = list(pairwise(sorted({0, 25} | points)))
@@ -97,7 +98,7 @@ class TestRealTokenizers:
                 scores, list(source.offsets), list(target.offsets)
             )
 
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     @given(text=st.text(max_size=30))
     def test_any_text(self, tiny_models: dict[str, str], text: str) -> None:
         primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])

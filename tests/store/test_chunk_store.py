@@ -350,10 +350,10 @@ class TestTenants:
         for other in others:
             put(other, *range(4))
         flood = TenantStore(store, "flood")
-        put(flood, *range(300))
+        put(flood, *range(120))
         assert all(is_intact(other, number) for other in others for number in range(4))
         assert flood.stats().entries == 100 - 19 * 4 == len(flood.keys())
-        assert flood.keys()[-1] == key(299, "flood")
+        assert flood.keys()[-1] == key(119, "flood")
         assert store.stats().bytes == 100 * kind.bytes_of() and totals_are_right(store)
 
     def test_dropping_a_tenant(self, both: tuple[TenantStore, TenantStore]) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding import search
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
+from tests.conftest import examples
 from tests.store.samples import CatalogCare
 from tests.store.test_folding import FORMS, LANGUAGES
 
@@ -148,7 +149,7 @@ class TestFinding:
         text = prose(1)
         assert index_of(text).find(f"It says {text[40:80]!r}, and no more.") == []
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(data=st.data())
     def test_every_common_part_that_is_long_enough(self, data: Any) -> None:
         texts = [prose(seed, 80) for seed in range(3)]
@@ -170,7 +171,7 @@ class TestFinding:
             most = max(sum(max(0, min(m.stop, n + len(piece)) - max(m.start, n)) for m in matches) for n in places)
             assert most >= len(piece) - LEAST_SURE, "other parts may take its edges"
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(prompt=st.text(max_size=400), texts=st.lists(st.text(max_size=300), max_size=3))
     def test_any_text_in_any_prompt(self, prompt: str, texts: list[str]) -> None:
         given = [text for text in texts if text]

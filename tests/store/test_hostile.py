@@ -40,12 +40,17 @@ NAMES = [
 """Names that a store gives to its own files, and others."""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    store = opened(tmp_path / "store")
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = opened(folder := tmp_path_factory.mktemp("prepared") / "store")
     put(store, 1, 2)
     store.close()
-    return tmp_path / "store"
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "store"))
 
 
 @pytest.fixture

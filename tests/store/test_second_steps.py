@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from store_steps import CHANGES, Steps, counted_catalogs, failing
+from store_steps import CHANGES, Steps, counted_catalogs, failing, step_numbers
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
@@ -183,7 +182,7 @@ def check(folder: Path, store: TenantStore, operation: Operation, for_good: bool
 )
 def test_any_step_fails(prepared: Path, tmp_path: Path, name: str, for_good: bool) -> None:
     operation = OPERATIONS[name]
-    for number in count():
+    for number in step_numbers():
         folder = tmp_path / str(number)
         shutil.copytree(prepared, folder)
         store = opened(folder)

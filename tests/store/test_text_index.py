@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import StoreError
@@ -20,6 +20,7 @@ from cacheclip_rag.finding.common_parts import WINDOW
 from cacheclip_rag.finding.texts import REACH, SCHEMA, TextIndex, text_row
 from cacheclip_rag.prompt.segments import Chunk, given_texts, segment_text
 from cacheclip_rag.store import Catalog
+from tests.conftest import examples
 
 LENGTHS = [
     *range(WINDOW - 1, WINDOW + 9),
@@ -184,7 +185,7 @@ def brute(prompt: str, texts: list[str]) -> list[tuple[int, int]]:
 
 
 class TestProperties:
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(data=st.data())
     def test_equals_brute_force_and_joins_to_the_prompt(self, data: st.DataObject) -> None:
         texts = data.draw(st.lists(small, max_size=6), "stored")
@@ -201,7 +202,7 @@ class TestProperties:
         assert all(s.text in allowed for s in segments if isinstance(s, Chunk))
         assert all(s.text for s in segments)
 
-    @settings(max_examples=80, deadline=None)
+    @examples(80)
     @given(texts=st.lists(st.text(min_size=WINDOW, max_size=50), min_size=1, max_size=4), glue=st.text(max_size=5))
     def test_any_unicode(self, texts: list[str], glue: str) -> None:
         prompt = glue.join(texts)
@@ -210,7 +211,7 @@ class TestProperties:
         assert all(s.text in texts for s in segments if isinstance(s, Chunk))
         assert any(isinstance(s, Chunk) for s in segments)
 
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(data=st.data())
     def test_any_history_of_changes(self, data: st.DataObject) -> None:
         pool = [f"{letter} text that is long enough to match" for letter in "abcd"]

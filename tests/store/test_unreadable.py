@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -37,12 +38,17 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    store = opened(tmp_path / "store")
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = opened(folder := tmp_path_factory.mktemp("prepared") / "store")
     put(store, *NUMBERS)
     store.close()
-    return tmp_path / "store"
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "store"))
 
 
 CALLS = {
@@ -84,7 +90,7 @@ def payloads(folder: Path) -> dict[str, bytes]:
 
 
 class TestFaults:
-    @some_of(4, action=ACTIONS, call=CALLS, error=ERRORS)
+    @some_of(11, action=ACTIONS, call=CALLS, error=ERRORS)
     def test_delete_nothing(self, folder: Path, action: str, call: str, error: str) -> None:
         """And when they are over, everything is there: nothing was forgotten that repair cannot find."""
         if action == "open after a kill":

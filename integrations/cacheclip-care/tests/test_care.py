@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import sqlite3
 import threading
 from collections import deque
@@ -27,10 +28,9 @@ from cacheclip_rag.store import Catalog, ChunkStore, Database, TenantStore
 LONG = "text number {} is long enough to be found in a prompt"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Entries 1 to 5 of tenant t and 1 to 3 of tenant u, with texts that are found, a source, a limit and a quota."""
-    store = ChunkStore.open(tmp_path / "store", 10_000_000)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = ChunkStore.open(folder := tmp_path_factory.mktemp("prepared") / "store", 10_000_000)
     for name, count in (("t", 5), ("u", 3)):
         tenant = TenantStore(store, name)
         for number in range(1, count + 1):
@@ -38,7 +38,13 @@ def folder(tmp_path: Path) -> Path:
     store.catalog.sources.add("t", "node", LONG.format(1), "document")
     store.set_quota("u", 5_000_000)
     store.close()
-    return tmp_path / "store"
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """Entries 1 to 5 of tenant t and 1 to 3 of tenant u, with texts that are found, a source, a limit and a quota."""
+    return Path(shutil.copytree(prepared, tmp_path / "store"))
 
 
 def intact(folder: Path, *numbers: int) -> bool:

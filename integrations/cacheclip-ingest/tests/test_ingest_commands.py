@@ -307,28 +307,26 @@ class TestDocumentsInAStore:
         assert (after["documents"], after["passages"]) == (0, 0) and after["entries"] == 2, "what is before each chunk"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (("ask", "Who?", "--store", "{none}"), 1, "there is no store at"),
-        (("ingest", "{here}", "--store", "~gone/s", "--primary", "~gone/m"), 2, "no model is called"),
-        (("ingest", "{here}", "--store", "{none}", "--settings", "~gone/a.toml"), 2, "~gone/a.toml"),
-        (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
-        (("ask", "Who?", "--store", "{here}", "--settings", "{ask}"), 2, "ask.toml: [ask]: chat_template_kwargs must"),
-        (("ingest", "{here}", "--store", "{none}", "--overlap-tokens", "1"), 2, "overlap_tokens = ... under [ingest]"),
-        (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
-        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
-    arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
-) -> None:
-    here, ask = tmp_path / "here", tmp_path / "ask.toml"
-    here.mkdir()
-    ask.write_text("[ask]\nchat_template_kwargs = 'no'")
-    done = run_without_torch(*(each.format(none=tmp_path / "none", here=here, ask=ask) for each in arguments))
-    assert (done.code, done.out) == (code, ""), done.err
-    assert message in done.err and len(done.err.splitlines()) == 1
+REFUSED = [
+    (("ask", "Who?", "--store", "{none}"), 1, "there is no store at"),
+    (("ingest", "{here}", "--store", "~gone/s", "--primary", "~gone/m"), 2, "no model is called"),
+    (("ingest", "{here}", "--store", "{none}", "--settings", "~gone/a.toml"), 2, "~gone/a.toml"),
+    (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
+    (("ask", "Who?", "--store", "{here}", "--settings", "{ask}"), 2, "ask.toml: [ask]: chat_template_kwargs must"),
+    (("ingest", "{here}", "--store", "{none}", "--overlap-tokens", "1"), 2, "overlap_tokens = ... under [ingest]"),
+    (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
+    (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
+]
+
+
+def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    places = {"none": tmp_path / "none", "here": tmp_path / "here", "ask": tmp_path / "ask.toml"}
+    places["here"].mkdir()
+    places["ask"].write_text("[ask]\nchat_template_kwargs = 'no'")
+    commands = [[each.format(**places) for each in arguments] for arguments, *_ in REFUSED]
+    for (_, code, message), done in zip(REFUSED, run_without_torch(*commands), strict=True):
+        assert (done.code, done.out) == (code, ""), done.err
+        assert message in done.err and len(done.err.splitlines()) == 1
     assert not (tmp_path / "none").exists()
 
 

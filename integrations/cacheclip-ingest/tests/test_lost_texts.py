@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 
 import pytest
 from ingest_cases import Workshop
-from store_steps import Steps
+from store_steps import Steps, step_numbers
 
 from cacheclip_rag import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
@@ -38,7 +37,7 @@ def test_what_documents_lose_is_released_in_the_end(
     for name in ("a.txt", "b.md"):
         CHANGES[change](workshop, name)
     release, failures = ChunkTexts.release, 0
-    for number in count():
+    for number in step_numbers():
         steps = Steps(number)
 
         def releasing(texts: ChunkTexts, given: list[str], steps: Steps = steps) -> int:

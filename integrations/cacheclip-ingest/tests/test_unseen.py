@@ -24,6 +24,7 @@ from pypdf.generic import (
     PdfObject,
     TextStringObject,
 )
+from thinned import some_of
 
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "
 
@@ -261,9 +262,10 @@ class TestLayers:
 
 
 class TestFieldsAndComments:
-    @pytest.mark.parametrize(
-        ("change", "seen"),
-        [
+    @some_of(
+        7,
+        kind=["/Text", "/FreeText", "/Widget", "/Stamp"],
+        changed=[
             *(({"F": NumberObject(flags)}, seen) for flags, seen in ((0, True), (4, True), (2, False), (6, False))),
             *(({"F": NumberObject(flags)}, seen) for flags, seen in ((32, False), (36, False), (1 | 4 | 64, True))),
             ({"Rect": numbers(72, 500, 172, 520)}, True),
@@ -275,8 +277,9 @@ class TestFieldsAndComments:
             ({"F": NameObject("/Odd")}, True),
         ],
     )
-    @pytest.mark.parametrize("kind", ["/Text", "/FreeText", "/Widget", "/Stamp"])
-    def test_flags_and_places(self, tmp_path: Path, kind: str, change: dict[str, Any], seen: bool) -> None:
+    def test_flags_and_places(self, tmp_path: Path, kind: str, changed: tuple[dict[str, Any], bool]) -> None:
+        change, seen = changed
+
         def add(writer: PdfWriter) -> None:
             drawn = writer._add_object(form(writer, b"BT /F1 9 Tf 1 1 Td (Other.) Tj ET"))
             said = {"AP": entries(N=drawn)} if kind in ("/Widget", "/Stamp") else {"Contents": "Other."}

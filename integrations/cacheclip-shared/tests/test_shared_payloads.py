@@ -17,6 +17,7 @@ from cacheclip_shared.objects import Breaker, ObjectBackend, Objects
 from cacheclip_shared.place import SharedPlace, object_name
 from cacheclip_shared.store import GRACE_S, SharedStore
 from store_entries import is_intact, key, kv, put
+from thinned import some_of
 
 from cacheclip_rag.store import TenantStore, encode_frame, text_digest
 
@@ -90,8 +91,7 @@ def stored(store: TenantStore) -> tuple[bytes, str]:
     return bytes(found.bytes()), found.meta["e_tag"]
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("is_known", [True, False])
+@some_of(2, is_known=[True, False], kind=DAMAGES)
 def test_the_next_write_of_its_key_replaces_what_is_damaged(
     machine: Callable[..., TenantStore], kind: str, is_known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

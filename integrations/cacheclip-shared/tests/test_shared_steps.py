@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from cacheclip_shared.objects import Objects
 from cacheclip_shared.place import SharedPlace
 from cacheclip_shared.store import GRACE_S, SharedStore
 from cacheclip_shared.table import TextTable
-from store_steps import Steps, counted_catalogs, failing as failing_catalog, full_disk
+from store_steps import Steps, counted_catalogs, failing as failing_catalog, full_disk, step_numbers
 
 from cacheclip_rag import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
@@ -181,7 +180,7 @@ def failing(steps: Steps, *, interrupted: bool = False, replies: bool = True) ->
 
 def each_step(root: Path, run: Callable[[Path, Steps], None], least: int) -> None:
     """Run with a first step that fails, with a second one, and so on, until there are no more."""
-    for number in count():
+    for number in step_numbers():
         steps = Steps(number)
         try:
             run(root / str(number), steps)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import pytest
 from cacheclip_vllm.loading import Loaded
 from cacheclip_vllm.passes import passes
 from cacheclip_vllm.scheduling import Load
-from store_steps import Steps
+from store_steps import Steps, step_numbers
 from vllm_worker import BLOCKS, Rows, Worker, Writer
 
 from cacheclip_rag.store import StoreReader
@@ -41,7 +40,7 @@ def anew(worker: Worker) -> None:
 def test_a_load_ends_with_the_step_that_fails(made: dict[str, Any], method: str) -> None:
     worker = Worker(made, method, max_rows=60)
     assert method == "direct" or len(passes(worker.plan, 0, **worker.room)) > 2
-    for number in count():
+    for number in step_numbers():
         anew(worker)
         steps = Steps(number)
         with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(module, "bundled_prompts", short_prompts)
     monkeypatch.setattr(module, "_QUICK_PROMPTS", 2)
-    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 16)
+    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 4)
     monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
     monkeypatch.setattr(module, "RATIOS", (0.2,))
 
@@ -118,16 +118,16 @@ class TestExactness:
     def test_twin_window_forgotten(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rule = attention.AttentionRule
+        rule, engine = attention.AttentionRule, engine_for(primary, tiny_models["auxiliary"])
         monkeypatch.setattr(attention, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
-        checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
+        checks = check_exactness(engine, PROMPT)["checks"]
         assert not checks["full_prefill"]["passed"] and not checks["ratio_1"]["passed"]
 
     def test_does_not_disturb_other_engines(self, tiny_models: dict[str, str]) -> None:
         """Checks borrow the loaded model for plain transformers' attention, while others answer with it."""
         engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
         expected = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
-        checking = threading.Thread(target=lambda: [check_exactness(engine, PROMPT) for _ in range(3)])
+        checking = threading.Thread(target=lambda: [check_exactness(engine, PROMPT) for _ in range(2)])
         checking.start()
         answers = []
         while checking.is_alive():
@@ -265,13 +265,13 @@ class TestCertify:
         with monkeypatch.context() as patched:
             if planted:
                 patched.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
-            turns = certify(config, quick=True, turns=5).turns
-        assert [each.turn for each in turns] == [1, 2, 3, 4, 5] and not turns[0].continued_tokens
+            turns = certify(config, quick=True, turns=3).turns
+        assert [each.turn for each in turns] == [1, 2, 3] and not turns[0].continued_tokens
         engine = CacheClipEngine(config)
         prompt, method = short_prompts(2)[1], engine.make_method()
         engine.precompute(prompt.chunks)
         messages, found = list[dict[str, str]](), list[tuple[float, int, int]]()
-        for turn in questions_of(prompt, 5, 0):
+        for turn in questions_of(prompt, 3, 0):
             messages.append({"role": "user", "content": turn.question if messages else turn.text})
             full = engine.prefill(messages, method=preset("full")).logits
             own = engine.prefill(messages, method=method).logits

@@ -27,7 +27,7 @@ def config(tiny_models: dict[str, str]) -> EngineConfig:
 
 
 def tune(config: EngineConfig, **changes: Any) -> HeadSet:
-    return finetune(config, **{"num_samples": 12, "num_targets": 3, **changes})
+    return finetune(config, **{"num_samples": 10, "num_targets": 2, **changes})
 
 
 class TestJob:
