@@ -52,21 +52,13 @@ def reference_logits(runtime: ModelRuntime, ids: torch.Tensor) -> torch.Tensor:
 
 def test_the_needle_is_found_by_every_method(engine: CacheClipEngine) -> None:
     for method in ("full", "cacheclip"):
-        answer = engine.generate(PROMPT, SamplingParams(max_tokens=24), method=method, question=QUESTION)
+        answer = engine.generate(PROMPT, SamplingParams(max_tokens=16), method=method, question=QUESTION)
         assert "7316042" in answer.text, (method, answer.text)
 
 
 def test_the_auxiliary_is_asked_with_the_head_set_that_comes_with_the_package(engine: CacheClipEngine) -> None:
     [shipped] = [HeadSet.load(path) for path in _SHIPPED.glob("*.safetensors")]
     assert engine.head_set is not None and engine.head_set.digest() == shipped.digest()
-
-
-def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
-    params = SamplingParams(max_tokens=48)
-    full = engine.generate(PROMPT, params, method="full")
-    exact = engine.generate(PROMPT, params, recompute_ratio=1.0)
-    assert exact.token_ids == full.token_ids
-    assert exact.stats.hits == len(FACTS) and full.stats.method == "full"
 
 
 def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
