@@ -196,7 +196,7 @@ class TestRevise:
         kept = next(n for n, (a, b) in enumerate(zip(given.text, full.text, strict=False)) if a != b)
         found = 0
         for text in (given.text, full.text):
-            for start in range(max(0, kept - 3), min(kept + 4, len(text) - 3), 2):
+            for start in range(max(0, kept - 3), min(kept + 4, len(text) - 3), 3):
                 for stop in ((text[start : start + 3],), (text[start : start + 2] + "§",)):
                     params = SamplingParams(max_tokens=12, stop=stop)
                     expected = fresh(engine, PROMPT, params, method="full") if stop[0] in full.text else full
@@ -472,7 +472,7 @@ class TestClosing:
         engine.prefixes.clear()
         count = len(list(engine.stream(PROMPT, SHORT, method="direct", finish="revise")))
         assert count > 8
-        for events in range(1, count, 1 if rows == IN_THE_MIDDLE else 3):
+        for events in range(1, count, 2 if rows == IN_THE_MIDDLE else 5):
             engine.prefixes.clear()
             stream = engine.stream(PROMPT, SHORT, method="direct", finish="revise")
             for _ in range(events):
