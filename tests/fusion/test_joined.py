@@ -304,7 +304,7 @@ class TestOperations:
         assert found.stats.hits == num_chunks and found.stats.effective_ratio == pytest.approx(0.2, abs=0.01)
         return counted
 
-    @some_of(5, codec=("float32", "int8"), mixed=(False, True), model=("llama", "gemma3", "gpt-oss"))
+    @some_of(4, codec=("float32", "int8"), mixed=(False, True), model=("llama", "gemma3", "gpt-oss"))
     def test_they_do_not_grow_with_the_number_of_chunks(
         self, tiny_models: dict[str, str], codec: str, mixed: bool, model: str
     ) -> None:

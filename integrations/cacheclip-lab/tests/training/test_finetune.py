@@ -38,7 +38,7 @@ class TestJob:
         assert tune(config).digest() == found.digest() != tune(config, seed=1).digest()
 
     def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="at least 10 training samples .* got 5 and 3"):
+        with pytest.raises(ConfigurationError, match="at least 10 training samples .* got 5 and 2"):
             tune(config, num_samples=5)
         with pytest.raises(ConfigurationError, match="1 target"):
             tune(config, num_targets=0)
