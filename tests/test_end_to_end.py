@@ -99,7 +99,10 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
 
 @pytest.mark.parametrize(
     ("name", "num_chunks", "characters", "greedy"),
-    [("smollm2-135m", 2, 200, 6), pytest.param("gemma-3-270m", 5, None, 4, marks=pytest.mark.weights)],
+    [
+        pytest.param("smollm2-135m", 2, 200, 6, marks=pytest.mark.long),
+        pytest.param("gemma-3-270m", 5, None, 4, marks=pytest.mark.weights),
+    ],
 )
 def test_exact_on_real_weights(
     name: str, num_chunks: int, characters: int | None, greedy: int, monkeypatch: pytest.MonkeyPatch

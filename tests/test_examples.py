@@ -31,6 +31,7 @@ SAID = {
     "langgraph_rag": r"hits \d, misses [0-3](.|\n)*hits 3, misses 0",
 }
 """What each prints, in part. A model of random weights also says control characters, which count as white space."""
+LONG = ("ray_ingestion", "certify_then_serve")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
 @pytest.mark.filterwarnings("ignore::ResourceWarning:ray", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if "ray" in name else name for name in SAID]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SAID]
 )
 def test_runs(name: str, surroundings: None, capsys: pytest.CaptureFixture[str]) -> None:
     main: Any = load(name).main

@@ -70,6 +70,7 @@ def test_an_engine_uses_its_runtime_observer_and_method(run: Run) -> None:
     assert re.fullmatch(r"\d+ is the sum\. last-tokens 4 1\n", done.stdout), done
 
 
+@pytest.mark.long
 def test_its_suites_pass(run: Run) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "tests")
     assert done.returncode == 0, done.stdout

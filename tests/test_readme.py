@@ -107,6 +107,7 @@ class TestReadmeIsShort:
             for line in re.findall(rf"pip install(?! {'| '.join(others)}).*", text):
                 assert ("-e" in line or "-r integrations/all.txt" in line) and "--group" not in line, (name, line)
 
+    @pytest.mark.long
     def test_pip_that_python_brings_knows_the_extras(self) -> None:
         """Python 3.11 brings pip 23.2. Nothing is installed; the build is hatchling's, which tests need anyway."""
         extras = {each for text in WRITTEN.values() for each in re.findall(r'pip install -e "?\.\[([\w,-]+)\]', text)}

@@ -22,6 +22,7 @@ def program(page: Path) -> str:
     return text.partition("```python\n")[2].partition("\n```")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_it_runs(
     page: Path,

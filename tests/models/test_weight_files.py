@@ -233,6 +233,7 @@ class TestFilesMayChange:
         after = engine.generate(rag_prompt(CHUNKS), FEW)
         assert before.stats.hits == after.stats.hits > 0 and after.token_ids == before.token_ids
 
+    @pytest.mark.long
     def test_a_file_that_gets_shorter_does_not_end_the_process(self, folder: Path) -> None:
         program = """
 import sys

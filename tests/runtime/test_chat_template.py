@@ -133,7 +133,7 @@ PLAIN = {
         "{{ m.content is string and m.role in ('user', 'system') }}{{ (m.content | string)[1:-1] | e }}{% endfor %}"
     ),
     "every message for every message": (
-        "{% set n = namespace(n=0) %}{% for m in messages[:300] %}{% for o in messages[:300] %}"
+        "{% set n = namespace(n=0) %}{% for m in messages[:100] %}{% for o in messages[:100] %}"
         "{% if o.role == m.role %}{% set n.n = n.n + 1 %}{% endif %}{% endfor %}{% endfor %}{{ n.n }}"
     ),
 }
