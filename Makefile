@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml integrations/all.txt $(wildcard integrations/
 	touch $@
 
 demo: setup
-	$(BIN)/cacheclip demo
+	$(BIN)/cacheclip demo --inspect .demo/answer.html
 
 # The same with a 4-bit file of the same model, in llama.cpp, which is built at first use.
 demo-gguf: $(VENV)/.llamacpp

@@ -29,11 +29,12 @@ def documents() -> list[str]:
     return [each.read_text("utf-8").strip() for each in sorted(folder.iterdir(), key=lambda each: each.name)]
 
 
-def demonstrate(config: EngineConfig) -> Iterator[dict[str, Any]]:
+def demonstrate(config: EngineConfig, page: Path | None = None) -> Iterator[dict[str, Any]]:
     """Load the models, store the documents, and answer each question with each method, in turn.
 
     Args:
         config: of the engine. Its store is a folder that is removed at the end.
+        page: file for a page that shows how the default method's last answer came about; needs cacheclip-serve.
 
     Yields:
         Steps as they are done: ``{"step": "loaded" | "stored" | "answered", "seconds"}``, of a question with
@@ -55,7 +56,8 @@ def demonstrate(config: EngineConfig) -> Iterator[dict[str, Any]]:
                 answers = {}
                 for method in METHODS:
                     engine.prefixes.clear()  # the next method would find this one's KV
-                    answers[method] = _figures(engine.generate(prompt, _ANSWER, method=method))
+                    answer = engine.generate(prompt, _ANSWER, method=method, trace=page is not None)
+                    answers[method] = _figures(answer)
                 answered.append(answers)
                 yield {
                     "step": "answered",
@@ -63,6 +65,11 @@ def demonstrate(config: EngineConfig) -> Iterator[dict[str, Any]]:
                     "question": question,
                     "methods": answers,
                 }
+        if page is not None:
+            from cacheclip_serve import answer_page
+
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(answer_page(QUESTIONS[-1], answer, model=config.primary), encoding="utf-8")
         yield {"step": "table", "seconds": time.monotonic() - began, "methods": table(answered)}
 
 

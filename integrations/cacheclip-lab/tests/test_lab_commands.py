@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def test_models_list(cacheclip: Any) -> None:
 
 
 def test_the_demo_compares_methods_on_its_own_documents(
-    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    cacheclip: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
     texts = demonstration.documents()
@@ -31,8 +32,10 @@ def test_the_demo_compares_methods_on_its_own_documents(
     assert (full["sooner"], full["same_answers"], full["reused_tokens"]) == (1.0, 3, 0)
     assert [*result.json["methods"]] == ["full", "direct", "anchored"]
     assert all(0.6 < each["reused_tokens"] / each["prompt_tokens"] < 1 for each in reusing)
-    shown = cacheclip("demo", *pair).out
-    assert shown.count("first token after") == 9 and "3 of 3" in shown
+    page = tmp_path / "new" / "answer.html"
+    shown = cacheclip("demo", *pair, "--inspect", page).out
+    assert shown.count("first token after") == 9 and "3 of 3" in shown and page.as_uri() in shown
+    assert "<title>What is the name of the school" in page.read_text()
 
 
 def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:

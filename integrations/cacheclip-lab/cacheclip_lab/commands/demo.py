@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import webbrowser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from cacheclip_rag import MissingExtraError
 from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
 
 from .common import measured, print_tables
@@ -15,21 +20,34 @@ PAIR = {"primary": "packaged:qwen2.5-coder-0.5b", "auxiliary": "packaged:smollm2
 
 
 @engine_options("primary", "auxiliary", "recompute_ratio", "dtype", "device")
-def demo(settings: CommandSettings, as_json: JsonOption = False) -> None:
+def demo(
+    settings: CommandSettings,
+    inspect: Annotated[
+        Path | None, typer.Option(help="Write, and open, a page that shows how the last answer came about.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Ask three questions about six documents that come with it, with full prefill and with stored KV, and show a table
     of speeds. The models come from the package index, 590 MB once, unless others are named."""
     from ..demonstration import demonstrate
+
+    if inspect is not None and find_spec("cacheclip_serve") is None:
+        raise MissingExtraError("--inspect", "serve")
 
     config = measured(settings, **{name: value for name, value in PAIR.items() if name not in settings.engine})
     if not as_json:
         typer.echo(
             f"Models: {config.primary} answers, {config.auxiliary} chooses tokens. Fetched once, then loaded ..."
         )
-    for step in demonstrate(config):
+    for step in demonstrate(config, inspect):
         if as_json and step["step"] == "table":
             print_json({"primary": config.primary, "auxiliary": config.auxiliary, **step})
         elif not as_json:
             _show(step, f"{config.primary} + {config.auxiliary}")
+    if inspect is not None and not as_json:
+        typer.echo(f"How the last answer came about: {inspect.resolve().as_uri()}")
+        if sys.stdout.isatty():
+            webbrowser.open(inspect.resolve().as_uri())
 
 
 def _show(step: dict[str, Any], models: str) -> None:
