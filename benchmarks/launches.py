@@ -76,7 +76,9 @@ def measure(options: argparse.Namespace) -> Any:
         assert engine.auxiliary is not None
         weights = weights_digest(engine.auxiliary.fingerprint)
         heads = HeadSet(weights, HEADS, torch.full((len(HEADS),), 1 / len(HEADS)), sinks=4)
-        with pretended(monkeypatch, as_on_cpu=False) as queue:
+        # layers are gathered together as if heads were 128 wide
+        together = "cacheclip_rag.runtime.transformers.cache._TOGETHER"
+        with pretended(monkeypatch, as_on_cpu=False) as queue, patch(together, 2**27 * 8 // 128):
             move(engine.primary)
             move(engine.auxiliary)
             for method in options.methods.split(","):

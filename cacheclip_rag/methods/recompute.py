@@ -154,13 +154,13 @@ def offsets(
         Float32 offsets of keys and values of these slots, shapes as ``stored``; 0 where a slot is not corrected.
     """
     of_chosen = None if tables is None else split.tables(tables)
-    found = []
+    shares, found = weight * split.means, []
     for new, old, is_key in ((fresh[0], stored[0], True), (fresh[1], stored[1], False)):
         change = new.index_select(1, split.rows).float() - old.index_select(1, split.chosen).float()
         if is_key:
             change = unrotate(change, of_chosen)
         # one row per chunk, and one of zeros for slots that are not corrected
-        added = ((weight * split.means) @ change).index_select(1, split.chunk_of_slot)
+        added = (shares @ change).index_select(1, split.chunk_of_slot)
         found.append(rotate(added, tables) if is_key else added)
     return found[0], found[1]
 
@@ -188,6 +188,7 @@ class Split:
         known = self._tables.get(id(tables.cos))
         if known is None:
             of_chosen = tables.map(lambda table: table.index_select(0, self.chosen))
+            of_chosen = of_chosen._replace(square=of_chosen.cos.square() + of_chosen.sin.square())
             # a tensor that is kept keeps its id
             known = self._tables[id(tables.cos)] = (tables.cos, of_chosen)
         return known[1]

@@ -341,7 +341,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, *, as_on_cpu: bool = True) -> Ite
     for module in (codecs, ahead, memory):
         monkeypatch.setattr(module, "pins_memory", lambda: True)
         monkeypatch.setattr(module, "new_memory", new_memory)
-    monkeypatch.setattr(arena, "free_bytes", lambda device: 1 << 24)
+    monkeypatch.setattr(arena, "free_bytes", lambda device: 1 << 30)
     for name in ("scaled_dot_product_attention", "sdpa_attention_forward"):
         monkeypatch.setattr(attention, name, queue.at_once(getattr(attention, name)))
     monkeypatch.setattr(attention, "_with_mass", queue.at_once(attention._with_mass))

@@ -34,6 +34,8 @@ class Tables(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     form: RotaryForm = RotaryForm()
+    square: torch.Tensor | None = None
+    """The square of the attention scaling, 1 without scaling, if it is known: ``cos ** 2 + sin ** 2``."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Tables:
         return Tables(change(self.cos), change(self.sin), self.form)
@@ -88,7 +90,7 @@ def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch
     (None for a layer without rotary embedding). Returns keys after RoPE, computed in float32."""
     if tables is None:
         return keys.to(dtype)
-    cos, sin, form = tables
+    cos, sin, form, _ = tables
     if form != RotaryForm():
         return _to_form(rotate(_to_halves(keys, tables), Tables(cos, sin)), tables).to(dtype)
     step = max(1, _BLOCK * len(cos) // max(1, keys.numel()))
@@ -112,15 +114,15 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     keys = keys.float()
     if tables is None:
         return keys
-    cos, sin, form = tables
+    cos, sin, form, square = tables
     if form != RotaryForm():
         return _to_form(unrotate(_to_halves(keys, tables), Tables(cos, sin)), tables)
     width, half = cos.shape[-1], cos.shape[-1] // 2
-    scaling = cos.square() + sin.square()  # the square of the attention scaling; 1 without scaling
     plain = keys[..., :width] * cos
     plain[..., :half].add_(keys[..., half:width] * sin[..., :half])
     plain[..., half:].sub_(keys[..., :half] * sin[..., half:])
-    return torch.cat((plain / scaling, keys[..., width:]), dim=-1)
+    plain.div_(cos.square() + sin.square() if square is None else square)
+    return plain if width == keys.shape[-1] else torch.cat((plain, keys[..., width:]), dim=-1)
 
 
 def _to_halves(keys: torch.Tensor, tables: Tables) -> torch.Tensor:
