@@ -257,7 +257,8 @@ def score_chunks(
     last = pick_layers("last", auxiliary.num_layers, auxiliary.without_attention)
     chosen = frozenset(heads.layers if heads else layers or last)
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, before_layer, max(chosen) + 1)
-    hidden = None if heads is None else packed.sinks(heads.sinks)
+    hidden = None if heads is None else upload(packed.sinks(heads.sinks), auxiliary.device)
+    shares = {} if heads is None else heads.by_layer(upload(heads.weights, auxiliary.device))
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
 
@@ -270,15 +271,14 @@ def score_chunks(
         if heads is None or hidden is None:
             reduced = weights.mean(0) / len(chosen)
         else:
-            weights = weights.masked_fill_(upload(hidden, weights.device), float("-inf")).softmax(-1)
-            counts = upload(heads.weights_of(layer), weights.device)
-            # a window may hide every chunk from a row
-            reduced = (weights.nan_to_num() * counts[:, None, None]).sum(0)
+            weights = weights.masked_fill_(hidden.to(weights.device), float("-inf")).softmax(-1)
+            counts = shares[layer].to(weights.device)
+            reduced = (weights.nan_to_num() * counts[:, None, None]).sum(0)  # a window may hide all from a row
         scores.add_(reduced.mean(0).to(scores.device))
 
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=heads is not None)
     if heads is not None:
-        probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
+        probe.heads = heads.by_layer(upload(torch.tensor([head for _, head in heads.heads]), auxiliary.device))
     packed.run(auxiliary, probe, after_layer)
     return list(scores.cpu().split(packed.lengths))
 
@@ -322,7 +322,7 @@ class PackedChunks:
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
         flat = found.permute(1, 2, 0, 3).flatten(2)
-        return flat.index_select(2, upload(self.places[number], flat.device))
+        return flat.index_select(2, self.places[number].to(flat.device))
 
     def sinks(self, count: int) -> torch.Tensor:
         """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each that has others."""
@@ -354,7 +354,8 @@ def pack_chunks(
         stops_within = width * np.arange(1, count + 1) - num_question
         stops.append(start + stops_within)
         tokens = zip(stops_within, sizes[first:stop], strict=True)
-        places.append(torch.from_numpy(np.concatenate([np.arange(end - length, end) for end, length in tokens])))
+        of_tokens = torch.from_numpy(np.concatenate([np.arange(end - length, end) for end, length in tokens]))
+        places.append(upload(of_tokens, auxiliary.layer_devices[0]))
         padding = torch.from_numpy(width - around - sizes[first:stop])
         blocks.append(SideBySide(rows, slice(start, start := start + count * width), padding))
     cache = auxiliary.new_cache(start, one_layer=True)

@@ -60,12 +60,10 @@ class HeadSet:
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for layer, _ in self.heads}))
 
-    def numbers_of(self, layer: int) -> list[int]:
-        return [head for of, head in self.heads if of == layer]
-
-    def weights_of(self, layer: int) -> torch.Tensor:
-        """``(num_heads,)``: weight of each of :meth:`numbers_of`."""
-        return self.weights[torch.tensor([of == layer for of, _ in self.heads])]
+    def by_layer(self, of_heads: torch.Tensor) -> dict[int, torch.Tensor]:
+        """``(num_heads,)`` numbers in the order of :attr:`heads`, those of each layer apart, in the same memory."""
+        counts = [sum(of == layer for of, _ in self.heads) for layer in self.layers]
+        return dict(zip(self.layers, of_heads.split(counts), strict=True))
 
     def check(self, auxiliary: Any, name: str = "") -> None:
         """Raise ModelError unless the head set, called ``name`` in the message, was made for this ModelRuntime."""

@@ -49,7 +49,7 @@ def test_some_heads_are_those_of_all_heads(rule: str, kind: str, logits: bool) -
     block = blocks()[kind]
     every = query_attention(query, key, block, RULES[rule], logits=logits)
     for heads in ([0], [1, 4], [0, 1, 2], [2, 3, 5], [*range(NUM_HEADS)]):
-        some = query_attention(query, key, block, RULES[rule], logits=logits, heads=heads)
+        some = query_attention(query, key, block, RULES[rule], logits=logits, heads=torch.tensor(heads))
         expected = every[:, heads] if kind == "side by side" else every[heads]
         torch.testing.assert_close(some, expected, atol=1e-6, rtol=1e-6)
 

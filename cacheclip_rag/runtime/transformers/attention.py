@@ -146,7 +146,7 @@ def query_attention(
     rule: AttentionRule,
     *,
     logits: bool = False,
-    heads: Sequence[int] | None = None,
+    heads: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention weights (or logits) of one block's rows: float32, in the shape that :attr:`Probe.record` takes.
     ``query``: ``(num_heads, num_rows, head_dim)``, of the block's rows; ``key``: ``(num_kv_heads, num_keys,
@@ -168,10 +168,10 @@ def query_attention(
 
 
 def _of_heads(
-    query: torch.Tensor, key: torch.Tensor, rule: AttentionRule, heads: Sequence[int]
+    query: torch.Tensor, key: torch.Tensor, rule: AttentionRule, heads: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionRule]:
     """Queries of some heads, each with the keys of its group, and their rule."""
-    numbers = upload(torch.tensor(heads), query.device)
+    numbers = heads.to(query.device)
     sinks = None if rule.sinks is None else rule.sinks.index_select(0, numbers.to(rule.sinks.device))
     own = numbers // (len(query) // len(key))
     return query.index_select(0, numbers), key.index_select(0, own), replace(rule, sinks=sinks)

@@ -180,7 +180,7 @@ class Probe:
     """Last layer that is needed: the pass ends there, with :class:`PassEnded`. None: all layers run."""
     logits: bool = False
     """True: ``record`` gets attention logits instead of weights, minus infinity for hidden keys."""
-    heads: Mapping[int, Sequence[int]] | None = None
+    heads: Mapping[int, torch.Tensor] | None = None
     """By layer, the query heads that are recorded, in this order; None: all heads of all :attr:`layers`."""
 
 
