@@ -60,6 +60,13 @@ class TestOneAnswer:
         assert len(events) > 3 and "".join(event.text for event in events) == whole.text
         assert whole.stats.hits == len(CHUNKS) and whole.stats.generated_tokens == len(whole.token_ids)
 
+    def test_its_trace(self, engine: CacheClipEngine) -> None:
+        answer = engine.generate(PROMPT, PARAMS, method="epic", recompute_ratio=0.3, trace=True)
+        assert answer.trace is not None and len(answer.trace.recomputed) == answer.stats.recomputed_tokens
+        assert [text.text for text in answer.trace.texts] == CHUNKS and CHUNKS[1] in "".join(answer.trace.tokens)
+        scored = [span for span in answer.trace.spans if span.scores]
+        assert len(scored) >= len(CHUNKS) - 1 and sum(span.score_share or 0 for span in scored) == pytest.approx(1)
+
     def test_a_stop_string_ends_it(self, engine: CacheClipEngine) -> None:
         whole = engine.generate(PROMPT, PARAMS).text
         stop = whole[4:6]

@@ -10,8 +10,9 @@ import asyncio
 import hmac
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -128,8 +129,8 @@ class AnswerPages:
 
     def paths(self) -> list[tuple[str, str, Callable[[Request], Any]]]:
         return [
-            ("GET", "/inspect", self._list),
-            ("GET", "/inspect/{number:int}", self._answer),
+            ("GET", "/inspect", partial(self._opened, self._list)),
+            ("GET", "/inspect/{number:int}", partial(self._opened, self._answer)),
             ("GET", "/inspect/{number:int}/why", self._why),
             ("POST", "/inspect/{number:int}/learn", self._learn),
         ]
@@ -145,15 +146,18 @@ class AnswerPages:
                 return each
         raise RequestError(f"there is no answer {number}, or not any more.", status=404)
 
-    async def _list(self, request: Request) -> Response:
+    async def _opened(self, show: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+        """A page, by a cookie. A key in its address becomes one: it does not stay there."""
         key = request.query_params.get("key")
-        if key is not None:  # it does not stay in the address
-            check_host(request)
-            self.inspection.tenant(key)
-            response = RedirectResponse("/inspect", status_code=303, headers=_HEADERS)
-            name = f"{_COOKIE}-{request.url.port}"
-            response.set_cookie(name, key, path="/inspect", httponly=True, samesite="lax")
-            return response
+        if key is None:
+            return await show(request)
+        check_host(request)
+        self.inspection.tenant(key)
+        response = RedirectResponse(request.url.path, status_code=303, headers=_HEADERS)
+        response.set_cookie(f"{_COOKIE}-{request.url.port}", key, path="/inspect", httponly=True, samesite="lax")
+        return response
+
+    async def _list(self, request: Request) -> Response:
         answers = self.inspection.of(self._tenant(request))
         return _page(list_page([(each.number, each.heading, each.answer) for each in answers], MOST_ANSWERS))
 

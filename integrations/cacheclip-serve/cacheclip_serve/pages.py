@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,8 @@ _LEVELS = 9
 """Widths of the line under scored tokens."""
 _SHOWN = 90
 """Characters of a text in a table."""
+_REST = re.compile(r"\A\W+")
+"""What stands before a text: a chunk's last character is often in a token with the line end after it."""
 _LEAST_SEEN = 0.002
 """Share of the time that a phase in the legend has at least; the others are in the bar."""
 _LEAST_LAST = 128
@@ -88,14 +91,15 @@ class FreshText:
 
 def fresh_texts(trace: Trace) -> list[FreshText]:
     """The longer texts of a prompt that were computed because nothing of them is stored."""
-    found = []
+    texts = []
     runs = groupby(trace.spans, key=lambda span: span.kind == "fresh" and span.text is None and not span.is_control)
     for is_fresh, spans in runs:
         start, *_, stop = [edge for span in spans for edge in (span.start, span.stop)]
         is_last = all(span.is_control for span in trace.spans if span.start >= stop)
         if is_fresh and stop - start >= (_LEAST_LAST if is_last else _LEAST_FRESH):
-            found.append(FreshText(start, stop, "".join(trace.tokens[start:stop]).strip()))
-    return found
+            text = "".join(trace.tokens[start:stop]).strip()
+            texts.append(FreshText(start, stop, _REST.sub("", text)))
+    return texts
 
 
 def answer_page(
@@ -221,9 +225,9 @@ def _of_texts(trace: Trace, stats: FusionStats) -> Iterator[str]:
         shares = [span.score_share for span in used if span.score_share is not None]
         meter = f'<meter value="{sum(shares):.3f}"></meter> {sum(shares):.0%}' if shares else "–"
         share_again = f"{computed:,} <small>{computed / tokens:.0%}</small>"
-        found = f"{tokens:,} / {text.num_tokens:,}"
+        count = f"{tokens:,} / {text.num_tokens:,}"
         medium = escape(text.medium or "memory")
-        yield _row(str(number + 1), title, found, share_again, meter, medium, _exactness(trace, used))
+        yield _row(str(number + 1), title, count, share_again, meter, medium, _exactness(trace, used))
 
 
 def _not_found(trace: Trace, place: str | None) -> Iterator[str]:

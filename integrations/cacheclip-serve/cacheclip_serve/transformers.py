@@ -27,7 +27,7 @@ from cacheclip_rag.models import free_bytes
 from cacheclip_rag.store import layer_shapes, open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
-from .hidden import names_of, without_hits, without_paths
+from .hidden import names_of, renamed, without_hits, without_paths
 from .inspection import Inspection
 from .learning import LearnedTexts
 
@@ -125,9 +125,8 @@ class TransformersBackend(ServingBackend):
         stored = chain(engine.texts.index.texts(), engine.texts.texts())
         near = plausible(stored, text)[:1] or [text]
         report = explain_miss(engine, question.prompt, near[0])
-        return (
-            report.explanation if near[0] == text else f"The stored text {report.text!r} is near: {report.explanation}"
-        )
+        says = renamed(report.explanation, self._names)
+        return says if near[0] == text else f"The stored text {report.text!r} is near: {says}"
 
     def learn(self, tenant: str, text: str) -> None:
         self.engine(tenant).precompute([text], source=INSPECTED)

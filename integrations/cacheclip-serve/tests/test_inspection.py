@@ -58,7 +58,7 @@ class Elements(HTMLParser):
 
 def test_an_answer_from_stored_chunks(pages: tuple[Served, Inspection]) -> None:
     served, inspection = pages
-    said = served.chat(f"{NEVER}\n\n{rag_prompt(CHUNKS)}").json()
+    said = served.chat(f"…\n\n{NEVER}\n\n{rag_prompt(CHUNKS)}").json()
     assert "trace" not in said["cacheclip"]
     client = visitor(served, inspection)
     number = max(map(int, re.findall(r"/inspect/(\d+)", client.get("/inspect").text)))
@@ -69,13 +69,13 @@ def test_an_answer_from_stored_chunks(pages: tuple[Served, Inspection]) -> None:
     assert CHUNKS[0][:40] in shown.text and "<|" in shown.text and "rank 1 of" in page
     assert "Full prefill" in shown.text, "it was compared"
     why = client.get(re.findall(r'href="(/inspect/\d+/why[^"]*)"', page)[0])
-    assert "never precomputed" in why.text
+    assert "never precomputed" in why.text and str(served.engine.config.store) not in why.text
     learned = client.post(re.findall(r'action="(/inspect/\d+/learn[^"]*)"', page)[0])
-    assert learned.status_code == 200 and served.engine.is_stored(NEVER)
+    assert learned.status_code == 200 and served.engine.texts.texts("inspect") == [NEVER.strip()]
     served.engine.release([NEVER])
 
 
-def test_who_may_see_it(pages: tuple[Served, Inspection]) -> None:
+def test_who_may_see_it(pages: tuple[Served, Inspection], monkeypatch: pytest.MonkeyPatch) -> None:
     served, inspection = pages
     served.chat("Mine?")
     number = inspection.of("default")[0].number
@@ -85,8 +85,12 @@ def test_who_may_see_it(pages: tuple[Served, Inspection]) -> None:
     for path in (f"/inspect/{number}", f"/inspect/{number}/why?start=0"):
         assert other.get(path).status_code == 404
         assert httpx.get(f"{served.server.address}{path}").status_code == 401
+    monkeypatch.setattr(served.server.app, "any_host", True)  # as with an API key
     assert own.get("/inspect", headers={"host": "example.org"}).status_code == 403
     assert httpx.get(f"{served.server.address}/inspect?key=wrong").status_code == 401
+    (key,) = (key for key, tenant in inspection.keys.items() if tenant == "default")
+    linked = httpx.get(f"{served.server.address}/inspect/{number}?key={key}", follow_redirects=True)
+    assert linked.status_code == 200 and key not in linked.text
 
 
 def test_a_server_has_none_unless_told(served: Served) -> None:
