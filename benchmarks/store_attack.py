@@ -44,8 +44,8 @@ from typing import Any
 import psutil
 import torch
 import xxhash
+from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify
 from cacheclip_ingest import Library, LibrarySettings, check_library, library as documents, repair_library
-from cacheclip_rag.store.catalog_care import CatalogCare
 from cacheclip_shared.object_storage import s3_server
 from cacheclip_testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 from transformers.utils.logging import disable_progress_bar
@@ -57,21 +57,18 @@ from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
+    CATALOG_FILE,
     Catalog,
     ChunkStore,
     FormatError,
     ReadBuffer,
     TenantStore,
     chunk_key,
-    clear,
-    collect_garbage,
     decode_frame,
     encode_frame,
-    repair,
     text_row,
-    verify,
 )
-from cacheclip_rag.store.catalog import FILE_NAME, VERSION
+from cacheclip_rag.store.catalog import VERSION
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""
@@ -255,7 +252,7 @@ def fill_catalog(folder: Path, rng: random.Random, count: int, tenants: Sequence
     catalog = Catalog(folder)
     catalog.set_complete()
     catalog.close()
-    connection = sqlite3.connect(folder / FILE_NAME, isolation_level=None)
+    connection = sqlite3.connect(folder / CATALOG_FILE, isolation_level=None)
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("PRAGMA cache_size = -400000")
     found = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
@@ -361,14 +358,14 @@ def attack_million(args: argparse.Namespace, folder: Path) -> Result:
         result.control(found["hits"])
         result.expect(found["hits"] == len(chunks), f"{found['hits']} of {len(chunks)} chunks were found")
         result.expect(found["first_answer_s"] < 1, f"the first answer takes {found['first_answer_s']} s ({name})")
-    result.figures |= {"entries": args.entries, "catalog_bytes": (folder / FILE_NAME).stat().st_size}
+    result.figures |= {"entries": args.entries, "catalog_bytes": (folder / CATALOG_FILE).stat().st_size}
     return result
 
 
 def answer(store: Path, prompt: Path, cold: bool) -> None:
     """Answer one question in this process, and say how long it took."""
     if cold:
-        for path in store.glob(f"{FILE_NAME}*"):
+        for path in store.glob(f"{CATALOG_FILE}*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -549,7 +546,7 @@ def attack_limit(args: argparse.Namespace, folder: Path) -> Result:
             used = disk_bytes(folder / "store")
             counted = [[used]]
             with contextlib.suppress(sqlite3.OperationalError):  # locked by a process that is stopped
-                counted = sql(folder / "store" / FILE_NAME, "SELECT bytes FROM totals WHERE namespace = ''")
+                counted = sql(folder / "store" / CATALOG_FILE, "SELECT bytes FROM totals WHERE namespace = ''")
             send(processes, signal.SIGCONT)
             if used > (counted[0][0] if counted else 0):
                 result.figures["samples_with_uncounted_bytes"] = 1 + result.figures.get(
@@ -777,7 +774,7 @@ WORKS = {
 
 
 def _no_catalog(folder: Path) -> None:
-    for path in folder.glob(f"{FILE_NAME}*"):
+    for path in folder.glob(f"{CATALOG_FILE}*"):
         path.unlink()
 
 
@@ -960,9 +957,9 @@ LINKS = (
     "unknown",
     "kv/*",
     "kv/*/*",
-    FILE_NAME,
-    *(f"{name}{ending}" for name in (FILE_NAME, documents.FILE_NAME) for ending in ("-wal", "-journal", ".damaged")),
-    f"{FILE_NAME}.damaged-wal",
+    CATALOG_FILE,
+    *(f"{name}{ending}" for name in (CATALOG_FILE, documents.FILE_NAME) for ending in ("-wal", "-journal", ".damaged")),
+    f"{CATALOG_FILE}.damaged-wal",
     documents.FILE_NAME,
 )
 """What may be a link, a pipe or a file."""
@@ -1195,7 +1192,7 @@ class Scene:
 
     @property
     def catalog(self) -> Path:
-        return self.store / FILE_NAME
+        return self.store / CATALOG_FILE
 
     def payload(self) -> Path:
         """A random payload. Those of the other tenant are not asked for, but may be damaged too."""

@@ -73,7 +73,7 @@ def test_each_has_its_row() -> None:
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
 
 
-def test_every_recipe_is_run() -> None:
+def test_the_program_beside_the_recipes_knows_each() -> None:
     run = load("recipes/run")
     scripts = {path.name for path in (EXAMPLES / "recipes").iterdir() if path.is_file()}
     assert scripts - {"run.py"} == {line[-1] for _, line in run.RECIPES.values()}

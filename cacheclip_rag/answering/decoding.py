@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 from ..base.clock import PhaseClock
-from ..base.errors import ModelError
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
+from ..base.errors import ModelError, StoreError
 from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
-from ..fusion.answer import Answer, Event, TokenLogprob
+from ..fusion.answer import Answer, Event, TokenLogprob, Trace
 from ..runtime.base import Constraint, Runtime
 from .beside import Beside, Continuation
 from .options import CallOptions
@@ -78,12 +79,22 @@ def decode(
         tuple(answer.ids),
         reason,
         stats,
-        None if answer.prefilled.trace is None else answer.prefilled.trace(),
+        None if answer.prefilled.trace is None else _traced(answer.prefilled.trace),
         reasoning=answer.reasoning + answer.stream.reasoning,
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of),
         stop_string=answer.stream.stopped_by,
     )
     yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
+
+
+def _traced(trace: Callable[[], Trace]) -> Trace | None:
+    """The trace; None if the store cannot say in time which texts it has: the answer is not lost."""
+    try:
+        with waiting_at_most(ANSWER_WAIT_S):
+            return trace()
+    except StoreError as error:
+        logger.warning("an answer has no trace: %s", error)
+        return None
 
 
 def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:

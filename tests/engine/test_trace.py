@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, SamplingParams, Trace
+from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError, Trace
 from cacheclip_rag.base import clock
 from cacheclip_rag.guards.base import Observer
-from cacheclip_rag.store import ReadAhead
+from cacheclip_rag.store import ReadAhead, Sources
 from tests.conftest import CHUNKS, rag_prompt
 
 SHORT = SamplingParams(max_tokens=2)
@@ -71,6 +71,16 @@ def test_without_a_reused_chunk(engine: CacheClipEngine) -> None:
     assert {text.text: text.is_stored for text in trace.texts} == {CHUNKS[0]: True, CHUNKS[1]: False}
     named = {trace.texts[span.text].text for span in trace.spans if span.text is not None}
     assert trace.is_exact and named == {*CHUNKS[:2]}
+
+
+def test_an_answer_is_not_lost_with_its_trace(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> None:
+        raise StoreError("the catalog is locked")
+
+    monkeypatch.setattr(Sources, "holders", busy)
+    engine.precompute(CHUNKS)
+    answer = engine.generate(rag_prompt(CHUNKS), SHORT, trace=True)
+    assert answer.trace is None and answer.stats.hits == len(CHUNKS)
 
 
 class Slow(Observer):

@@ -79,15 +79,17 @@ def _figures(answer: Answer) -> dict[str, Any]:
     return {"text": answer.text.strip(), **{name: getattr(stats, name) for name in names}}
 
 
-def table(answered: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By method (``auto`` as what it came to): the median seconds to the first token, how many times sooner than full
-    prefill of the same prompt (median), the median numbers of tokens, and how many answers are full prefill's own."""
-    rows = {}
+def table(answered: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By method that was asked for: the one that answered, the median seconds to the first token, how many times sooner
+    than full prefill of the same prompt (median), the median numbers of tokens, and how many answers are full prefill's
+    own."""
+    rows = dict[str, dict[str, Any]]()
     for method in METHODS:
         own = [each[method] for each in answered]
         pairs = [(each, there["full"]) for each, there in zip(own, answered, strict=True)]
         counts = [name for name in own[0] if name not in ("text", "method")]
-        rows[own[0]["method"]] = {
+        rows[method] = {
+            "method": own[0]["method"],
             **{name: statistics.median(each[name] for each in own) for name in counts},
             "sooner": statistics.median(full["ttft_s"] / each["ttft_s"] for each, full in pairs),
             "same_answers": sum(each["text"] == full["text"] for each, full in pairs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def test_models_list(cacheclip: Any) -> None:
 def test_the_demo_compares_methods_on_its_own_documents(
     cacheclip: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
+    (settings := tmp_path / "settings.toml").write_text(f"auxiliary = {json.dumps(tiny_models['auxiliary'])}")
+    pair = ("--primary", tiny_models["llama"], "--settings", settings)
     texts = demonstration.documents()
     assert len(texts) == 6 and all(300 < len(text.split()) < 400 for text in texts)
     monkeypatch.setattr(demonstration, "documents", lambda: [text[:100] for text in texts])
@@ -30,7 +32,7 @@ def test_the_demo_compares_methods_on_its_own_documents(
     assert result.code == 0, result.err
     full, *reusing = result.json["methods"].values()
     assert (full["sooner"], full["same_answers"], full["reused_tokens"]) == (1.0, 3, 0)
-    assert [*result.json["methods"]] == ["full", "direct", "anchored"]
+    assert [each["method"] for each in result.json["methods"].values()] == ["full", "direct", "anchored"]
     assert all(0.6 < each["reused_tokens"] / each["prompt_tokens"] < 1 for each in reusing)
     page = tmp_path / "new" / "answer.html"
     shown = cacheclip("demo", *pair, "--inspect", page).out
@@ -39,10 +41,10 @@ def test_the_demo_compares_methods_on_its_own_documents(
 
 
 def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:
-    """Longer prompts are no spread."""
+    """Longer prompts are no spread, and a method that fell back has a row of its own."""
     times = {"full": (10, 20, 40), "direct": (1, 2, 4), "auto": (2, 20, 8)}
     answered = [
-        {name: {"method": name, "text": "", "ttft_s": seconds[number]} for name, seconds in times.items()}
+        {name: {"method": "full", "text": "", "ttft_s": seconds[number]} for name, seconds in times.items()}
         for number in range(3)
     ]
     rows = demonstration.table(answered)
