@@ -104,6 +104,8 @@ class RemoteEngine:
         options = (options or CallOptions()).with_options({"params": params, **keywords})
         if options.method is not None and not isinstance(options.method, str):
             raise ConfigurationError("a server takes names of methods only. Give a preset's name, or leave it out.")
+        if options.trace:
+            raise ConfigurationError('trace is not read from a server here. Ask it for {"cacheclip": {"trace": true}}.')
         own = {
             "documents": list(options.documents),
             "method": options.method,

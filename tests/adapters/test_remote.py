@@ -211,6 +211,9 @@ class TestErrors:
         prompt = given if isinstance(given, str) else "Hello"
         fails_with_ours(lambda: [*RemoteEngine(server.url).stream(prompt, **options)], ConfigurationError)
 
+    def test_what_it_would_lose(self, server: FakeServer) -> None:
+        fails_with_ours(lambda: [*RemoteEngine(server.url).stream("Hello", trace=True)], ConfigurationError)
+
 
 def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of OpenAI's API without our statistics."""

@@ -44,12 +44,15 @@ class InspectedAnswer:
     answer: Answer
     compared: ComparedAnswer | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        prompt = self.question.prompt
+    num_bytes: int = field(init=False)
+    """About what it takes in memory."""
+
+    def __post_init__(self) -> None:
+        prompt, trace = self.question.prompt, self.answer.trace
         texts = [prompt] if isinstance(prompt, str) else [str(message) for message in prompt]
         texts += [*self.question.options.documents, self.answer.text, self.answer.reasoning]
-        return 2 * sum(map(len, texts)) + _TOKEN_BYTES * self.answer.stats.prompt_tokens
+        texts += [each.text for each in (() if trace is None else trace.texts)]
+        self.num_bytes = 2 * sum(map(len, texts)) + _TOKEN_BYTES * self.answer.stats.prompt_tokens
 
     @property
     def heading(self) -> str:
@@ -89,6 +92,10 @@ class Inspection:
                 self._answers.remove(own[0])
             while sum(each.num_bytes for each in self._answers) > self.most_bytes and len(self._answers) > 1:
                 del self._answers[0]
+
+    def forget(self, tenant: str) -> None:
+        with self._lock:
+            self._answers = [each for each in self._answers if each.question.tenant != tenant]
 
     def of(self, tenant: str) -> list[InspectedAnswer]:
         """A tenant's answers, the latest first."""

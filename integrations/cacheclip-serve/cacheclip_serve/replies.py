@@ -243,6 +243,11 @@ def _reason(answer: Answer) -> str:
 
 def statistics(answer: Answer) -> dict[str, Any]:
     """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.fusion.answer.FusionStats`, and its
-    trace if the request asked for it."""
-    trace = {} if answer.trace is None else {"trace": answer.trace.to_dict()}
-    return {"cacheclip": {**answer.stats.to_dict(), **trace}}
+    trace if the request asked for it, without stored texts, of which the prompt may have a part, and without their
+    sources, which may be paths."""
+    if answer.trace is None:
+        return {"cacheclip": answer.stats.to_dict()}
+    trace = answer.trace.to_dict()
+    hidden = ("text", "sources")
+    trace["texts"] = [{name: value for name, value in each.items() if name not in hidden} for each in trace["texts"]]
+    return {"cacheclip": {**answer.stats.to_dict(), "trace": trace}}

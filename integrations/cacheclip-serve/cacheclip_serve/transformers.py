@@ -44,14 +44,18 @@ INSPECTED = "inspect"
 
 
 @dataclass(eq=False, slots=True)
-class ComparisonsSeen(Observer):
-    """Tells an inspection what full prefill chooses along answers of an engine."""
+class EngineSeen(Observer):
+    """Tells an inspection what full prefill chooses along answers of an engine, and when its texts are erased."""
 
     engine: CacheClipEngine
     inspection: Inspection
 
     def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
         self.inspection.compare(token_ids, choices, self.engine.primary.decode_ids)
+
+    def drop_kv(self) -> None:
+        """Forget the tenant's answers, whose prompts may have an erased text."""
+        self.inspection.forget(self.engine.config.namespace)
 
 
 class TransformersBackend(ServingBackend):
@@ -82,7 +86,8 @@ class TransformersBackend(ServingBackend):
                 if self._learned_bytes:
                     engine.observers.append(LearnedTexts(engine, self._learned_bytes))
                 if self._inspection is not None:
-                    engine.observers.append(ComparisonsSeen(engine, self._inspection))
+                    engine.observers.append(seen := EngineSeen(engine, self._inspection))
+                    self._store.erasures.watch(tenant, seen)
                 if self._engines:
                     engine.prefixes.share_limit(next(iter(self._engines.values())).prefixes)
                 self._engines[tenant] = engine

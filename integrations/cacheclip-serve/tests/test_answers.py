@@ -272,7 +272,8 @@ class TestField:
 
     def test_a_trace(self, client: OpenAI) -> None:
         trace = ask(client, extra_body={"cacheclip": {"trace": True}}).cacheclip["trace"]
-        assert [text["text"] for text in trace["texts"]] == CHUNKS
+        assert [each["is_stored"] for each in trace["texts"]] == [True] * len(CHUNKS)
+        assert not [each for each in trace["texts"] if {"text", "sources"} & {*each}], "a prompt may have a part only"
 
     def test_a_confidence(self, client: OpenAI) -> None:
         unsure = ask(client, extra_body={"cacheclip": {"ratio": 0.1, "min_confidence": 1.0}}).cacheclip

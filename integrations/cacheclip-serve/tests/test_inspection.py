@@ -114,6 +114,18 @@ def test_memory_is_bounded(served: Served) -> None:
     assert len(inspection.of("default")) == 2 and not inspection.of("other")
 
 
+def test_what_is_released_is_forgotten(pages: tuple[Served, Inspection]) -> None:
+    served, inspection = pages
+    client = visitor(served, inspection)
+    served.engine.precompute(["It was released."])
+    for tenant in ("default", "other"):
+        inspection.add(question("It was released.", tenant), served.engine.generate("It was released.", max_tokens=1))
+    assert "It was released." in client.get("/inspect").text
+    served.engine.release(["It was released."])
+    served.engine.store.chunk_store.erasures.look()  # as every ten seconds
+    assert "It was released." not in client.get("/inspect").text and inspection.of("other")
+
+
 @pytest.mark.parametrize("method", ["cacheclip", "full"])
 def test_text_is_never_markup(engine: CacheClipEngine, method: str) -> None:
     chunks = [f"{MARKUP} {chunk}" for chunk in CHUNKS]

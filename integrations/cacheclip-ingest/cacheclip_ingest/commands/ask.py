@@ -50,7 +50,7 @@ def ask(
         raise ConfigurationError("the question is empty.")
     store = existing_folder(settings.store)
     if inspect is not None:
-        check_pages()
+        check_pages(inspect)
 
     from cacheclip_rag import CacheClipEngine, SamplingParams
 
@@ -87,12 +87,14 @@ def ask(
         _print_details(answer, passages)
 
 
-def check_pages() -> None:
-    """Raise MissingExtraError unless there is what writes pages."""
-    from cacheclip_rag import MissingExtraError
+def check_pages(page: Path) -> None:
+    """Raise MissingExtraError unless there is what writes pages, and ConfigurationError unless the folder is there."""
+    from cacheclip_rag import ConfigurationError, MissingExtraError
 
     if find_spec("cacheclip_serve") is None:
         raise MissingExtraError("cacheclip-serve", "serve")
+    if page.is_dir() or not page.resolve().parent.is_dir():
+        raise ConfigurationError(f"--inspect must be a file in a folder that is there, got {page}.")
 
 
 def _streamed(events: Iterator[Event], *, is_shown: bool) -> Answer:
