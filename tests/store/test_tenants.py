@@ -72,6 +72,10 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     "total": (lambda c: [c.total(name) for name in ("t", "u")], [Total(2, 8192), Total(3, 12288)]),
     "limits.quota": (lambda c: [c.limits.quota(name) for name in ("t", "u", "v")], [10**8, 10**9, None]),
     "sources.names": (lambda c: {*c.sources.names("t")}, {"source 1", "source 2"}),
+    "sources.holders": (
+        lambda c: [c.sources.holders("t", text_digest(TEXTS[n])) for n in TEXTS],
+        [[("source 1", "document 1")], [("source 2", "document 0")], [], []],
+    ),
     "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "sources.texts": (lambda c: {*c.sources.texts("t")}, {TEXTS[1], TEXTS[2]}),
     "sources.learned": (
