@@ -62,7 +62,10 @@ class EngineModels:
         """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
         computed after the shared prefix, whatever ``chunk_context`` is."""
         role = self._auxiliary_role
-        return self._caches_of(role, PREFIX) if role else None
+        caches = self._caches_of(role, PREFIX) if role else None
+        if caches is not None and caches.runtime.computed_edges[0]:
+            raise ConfigurationError(_SHOWS_NO_SCORES.format(name=self._config.auxiliary))
+        return caches
 
     @cached_property
     def _auxiliary_role(self) -> str | None:
@@ -130,8 +133,6 @@ class EngineModels:
                 if role == "auxiliary":
                     error.args = (f"{error} Some methods need no auxiliary model: auxiliary=None, --auxiliary none.",)
                 raise
-        if role == "auxiliary" and runtime.computed_edges[0]:
-            raise ConfigurationError(_SHOWS_NO_SCORES.format(name=name))
         return ChunkCaches(
             runtime,
             self._store(),

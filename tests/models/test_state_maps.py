@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cacheclip_rag.models import load_model, unload_models
 from cacheclip_rag.runtime import Runtime
 from cacheclip_rag.runtime.transformers import state_map, state_map_model, state_map_proof
 from cacheclip_rag.runtime.transformers.cache import cache_argument
+from cacheclip_rag.runtime.transformers.kept import kept_file
 from cacheclip_rag.runtime.transformers.rotary import Tables
 from cacheclip_rag.runtime.transformers.state_map_model import StateMapRuntime
 from cacheclip_rag.runtime.transformers.stored_state_map import StateMapLayout, StoredSpan, StoredSpans
@@ -142,6 +145,35 @@ class TestComposition:
         assert gap(composed(runtime, ids, spans)[1], full(runtime, ids)[-1]) < 1e-2
         assert gap(composed(runtime, ids, spans.without_factors())[1], full(runtime, ids)[-1]) > 1e-2
 
+    @pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+    def test_a_matrix_that_is_near_a_number_is_seen_in_bfloat16(self, name: str) -> None:
+        """The delta rule with a small beta: I - beta k k^T differs from I by less than rounding may."""
+        model = tiny_of_class(name).to(torch.bfloat16)
+        for module_name, module in model.named_modules():
+            if module_name.endswith("in_proj_b"):
+                module.register_forward_hook(lambda _, inputs, output: output - 4)
+        mixers = StateMapRuntime(model, make_tokenizer(400), name=name, fingerprint="").mixers
+        assert [mixer.is_matrix for mixer in mixers.values()] == [name == "qwen3_5_text"] * len(mixers)
+
+    def test_tokens_before_the_mark_may_change(self) -> None:
+        runtime = runtime_of("qwen3_5_text")
+        state, _ = runtime.prefill(torch.tensor(IDS[:20]), 30)
+        ids = [*IDS[:12], *IDS[60:73]]
+        runtime.cut(state, 12)
+        for token in ids[12:]:
+            runtime.decode_step(state, token)
+        runtime.cut(state, 23)
+        assert gap(runtime.decode_step(state, ids[23]), full(runtime, ids[:24])[-1]) < 1e-5
+
+    def test_a_hook_that_is_removed_during_a_pass_changes_nothing(self) -> None:
+        """As by another thread, which has computed a chunk meanwhile."""
+        runtime = runtime_of("qwen3_5_text")
+        with ExitStack() as stack:
+            runtime.mixers[0].module.register_forward_pre_hook(lambda *_: stack.close())
+            calls = stack.enter_context(runtime.mixers.calls())
+            runtime.prefill(torch.tensor(END), 30)
+            assert not calls
+
     def test_a_pass_of_another_thread_changes_no_map(self) -> None:
         runtime = runtime_of("qwen3_5_text")
         with runtime.mixers.calls() as calls:
@@ -191,6 +223,12 @@ class TestProof:
             monkeypatch.setattr(StateMapLayout, "written", without_tails)
         with pytest.raises(UnsupportedModelError, match="failed the proof|no affine map"):
             load_model(build_class(tmp_path / "model", "qwen3_5_text"))
+
+    @pytest.mark.parametrize("package", ["flash-linear-attention", "fla-core", "mamba_ssm", "causal_conv1d"])
+    def test_is_made_again_with_other_kernels(self, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, version = kept_file("state-maps"), metadata.version
+        monkeypatch.setattr(metadata, "version", lambda name: "99" if name == package else version(name))
+        assert kept_file("state-maps") != before
 
     def test_is_kept_and_says_once_that_it_is_experimental(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +283,8 @@ class TestEngine:
             with pytest.raises(ConfigurationError, match=r"recurrent layers.*\(full, prefix, direct, epic\)"):
                 engine.generate("When?", method=name)
 
-    def test_it_is_no_auxiliary(self, folder: str, tiny_models: dict[str, str]) -> None:
-        engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=folder))
+    @pytest.mark.parametrize("is_own", [False, True])
+    def test_it_is_no_auxiliary(self, is_own: bool, folder: str, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(EngineConfig(primary=folder if is_own else tiny_models["llama"], auxiliary=folder))
         with pytest.raises(ConfigurationError, match="auxiliary must be a model whose attention scores"):
             engine.precompute(["The lamp burned whale oil until 1871."])

@@ -24,6 +24,8 @@ from .quantised_weights import SCHEMES
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_KERNELS = frozenset({"kernels", "causal_conv1d", "flash-linear-attention", "fla-core", "mamba_ssm"})
+"""Packages whose kernels transformers takes."""
 
 
 def kept_file(folder: str, *identity: object) -> Path:
@@ -38,8 +40,8 @@ def device_name(device: torch.device) -> tuple[str, str]:
 
 
 def _installed() -> dict[str, str | None]:
-    """Versions of packages whose kernels transformers takes if they are there; None: they are not."""
-    packages = {"kernels", "causal_conv1d"}.union(*(scheme.packages for scheme in SCHEMES.values()))
+    """Versions of these, and of what quantised weights need; None: it is not there."""
+    packages = _KERNELS.union(*(scheme.packages for scheme in SCHEMES.values()))
     versions: dict[str, str | None] = dict.fromkeys(sorted(packages))
     for package in versions:
         with suppress(metadata.PackageNotFoundError):

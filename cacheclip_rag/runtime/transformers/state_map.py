@@ -29,6 +29,8 @@ LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 _TOLERANCE = {torch.float32: 1e-3}
 _ROUNDED = 5e-2
 """Largest difference of what a map does to a state from what the module does, relative to it; for 16 bits."""
+_CLEARLY, _EQUAL = 4, 1e-6
+"""A is a number unless that differs as many times more than a matrix, and more than what float32 rounds."""
 _PROBE_TOKENS = (5, 2)
 """Tokens before those whose map is measured when a model is loaded, and these: few, after which A is not yet 0."""
 
@@ -144,11 +146,13 @@ class Mixer:
         state = torch.randn(self.state.shape, generator=torch.Generator().manual_seed(3)).to(self.state)
         expected = self.run(call, before, state)[0].float()
         limit = _TOLERANCE.get((self.tails or [state])[0].dtype, _ROUNDED)
+        errors = dict[bool, torch.Tensor]()
         for self.is_matrix in (False, True):
             made = self.measure(call, before)
-            if (made.apply(state) - expected).norm() <= limit * (expected - made.offset).norm():
-                return True
-        return False
+            errors[self.is_matrix] = (made.apply(state) - expected).norm()
+        size = (expected - made.offset).norm()
+        self.is_matrix = not errors[False] <= max(_CLEARLY * errors[True], _EQUAL * size)
+        return bool(errors[self.is_matrix] <= limit * size)
 
 
 def _call(forward: Any, call: BoundArguments, change: Callable[[Any], Any]) -> Any:
@@ -221,8 +225,9 @@ class Mixers(dict[int, Mixer]):
         calls: dict[int, BoundArguments] = {}
         thread = threading.get_ident()
 
-        def keep(number: int, module: Any, args: Any, kwargs: Any) -> None:
-            if threading.get_ident() == thread:
+        def keep(number: int, module: Any, args: Any, kwargs: Any = None) -> None:
+            # a hook that another thread removes during a pass is called without keywords
+            if threading.get_ident() == thread and kwargs is not None:
                 calls[number] = signature(module.forward).bind(*args, **kwargs)
 
         with _hooks(

@@ -48,7 +48,9 @@ class RecurrentState:
     def back(self, num_tokens: int) -> list[int]:
         """Go back to the last mark that is not behind so many tokens, or to the beginning. Returns the tokens from
         there on, up to these."""
-        at = self._mark if self._mark <= num_tokens else 0
+        if self._mark > num_tokens:  # what it kept is of other tokens from now on
+            self._mark, self._kept = 0, []
+        at = self._mark
         for number, layer in enumerate(self._recurrent):
             layer.reset()
             if at:
