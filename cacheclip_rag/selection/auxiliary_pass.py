@@ -10,7 +10,7 @@ name its head reduction, and we take the mean. Our additions: one softmax over a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -134,12 +134,14 @@ class AuxiliaryPass:
             with clock.phase("read", within="select"):
                 reading.wait(layer)
 
+        read = [*chunks()]
+        # between chunks that are not in the arena, a prefix that is would cut them into as many groups
+        are_there = all(isinstance(kv, StoredKV) and kv.resident is not None for kv in read)
         return score_chunks(
             runtime,
-            caches.prefix.piece,
-            chunks(),
+            caches.prefix.piece if are_there else caches.prefix.kv,
+            read,
             asked,
-            [len(piece.tokens) for piece in pieces],
             layers=layers,
             heads=heads,
             before_layer=before_layer,
@@ -224,9 +226,8 @@ as tokens."""
 def score_chunks(
     auxiliary: ModelRuntime,
     prefix: KV,
-    chunks: Iterable[KV],
+    chunks: Sequence[KV],
     question_ids: Sequence[int],
-    lengths: Sequence[int] | None = None,
     *,
     layers: Sequence[int] | None = None,
     heads: HeadSet | None = None,
@@ -243,7 +244,6 @@ def score_chunks(
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
         chunks: KV of each chunk after that prefix, same layout; each must stay valid.
         question_ids: token ids of the question, at least one.
-        lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
         layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
         heads: a head set: one softmax over the tokens of all chunks, so that scores are comparable between chunks; its
             ``sinks`` score 0, but in a chunk without other tokens. Default: the mean over the heads of each layer, with
@@ -256,7 +256,7 @@ def score_chunks(
     """
     last = pick_layers("last", auxiliary.num_layers, auxiliary.without_attention)
     chosen = frozenset(heads.layers if heads else layers or last)
-    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, before_layer, max(chosen) + 1)
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, before_layer, max(chosen) + 1)
     hidden = None if heads is None else upload(packed.sinks(heads.sinks), auxiliary.device)
     shares = {} if heads is None else heads.by_layer(upload(heads.weights, auxiliary.device))
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
@@ -333,18 +333,15 @@ class PackedChunks:
 def pack_chunks(
     auxiliary: ModelRuntime,
     prefix: KV,
-    chunks: Iterable[KV],
+    chunks: Sequence[KV],
     question_ids: Sequence[int],
-    lengths: Sequence[int] | None = None,
     wait: Callable[[int], None] | None = None,
     num_layers: int | None = None,
 ) -> PackedChunks:
     """Lay out stored KV in one cache. Arguments are as in :func:`score_chunks`, and in :meth:`FusedCache.filling`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
-    if lengths is None:
-        chunks = list(chunks)
-        lengths = [chunk.shape[3] for chunk in chunks]
+    lengths = [chunk.shape[3] for chunk in chunks]
     sizes = np.array(lengths)
     around = num_prefix + num_question
     blocks, places, stops, start, row = [], [], [], 0, 0
@@ -372,12 +369,12 @@ def pack_chunks(
         fills = [cache.filling(both, wait, num_layers)]
     else:
         copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
-        fills = [cache.filling(placed, wait), cache.repeating(prefix, copies, position=0)]
+        fills = [cache.filling(placed, wait, num_layers), cache.repeating(prefix, copies, position=0)]
     ids = torch.tensor(list(question_ids) * len(lengths))
     of_question = np.arange(num_question)
     positions = torch.from_numpy((sizes[:, None] + num_prefix + of_question).flatten())
     slots = torch.from_numpy((ends[:, None] + of_question).flatten())
-    return PackedChunks(cache, blocks, places, ids, positions, slots, list(lengths), fills)
+    return PackedChunks(cache, blocks, places, ids, positions, slots, lengths, fills)
 
 
 def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TypeVar
 
+import torch
+
 from .arena import Arena, Resident
 from .codecs import HEAD_BYTES, Frame, StoredKV, checked_frame, keeps, new_memory, pins_memory
 from .entries import Entry
@@ -91,7 +93,8 @@ class ReadAhead:
         """Layers that are there and checked, by key."""
         self._given: set[str] = set()
         self._changed = threading.Condition()
-        self._is_stale = False
+        self._stale: set[str] = set()
+        """Keys of which others were given before."""
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -170,12 +173,16 @@ class ReadAhead:
             self._wanted = max(self._wanted, layer)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._is_stale or self._error is not None or min(self._ready.values(), default=_ALL) > layer
+                lambda: bool(self._stale) or self._error is not None or min(self._ready.values(), default=_ALL) > layer
             )
             if self._error is not None:
                 raise self._error
-            if self._is_stale:
-                self._is_stale = False
+            if self._stale:
+                if self._is_pinned:  # the device may still copy from what is dropped now
+                    torch.cuda.synchronize(None if self._arena is None else self._arena.device)
+                if self._arena is not None:
+                    self._arena.delete(self._stale)
+                self._stale.clear()
                 raise ReadAgain
 
     def until_whole(self, work: Callable[[ReadAhead], T]) -> T:
@@ -360,7 +367,7 @@ class ReadAhead:
         with self._changed:
             self._found[key], self._ready[key] = stored, _ALL
             self._opened.pop(key, None)
-            self._is_stale |= key in self._given
+            self._stale |= self._given & {key}
             self._given.discard(key)
             self._changed.notify_all()
 

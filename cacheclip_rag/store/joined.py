@@ -89,7 +89,12 @@ class Joined:
     def _moved(self, part: ArrayPart, pieces: Sequence[np.ndarray[Any, Any]], device: torch.device) -> torch.Tensor:
         """Each piece is moved from page-locked memory while the caller goes on: keep the pieces until the device has
         used them. Whole pieces, because some of their tokens do not lie side by side; these are cut on the device."""
-        moved = [torch.from_numpy(array).view(part.dtype).to(device, non_blocking=True) for array in pieces]
+        at = [array.ctypes.data for array in pieces]
+        once = {
+            begin: torch.from_numpy(array).view(part.dtype).to(device, non_blocking=True)
+            for begin, array in dict(zip(at, pieces, strict=True)).items()
+        }  # parts of one text move once
+        moved = [once[begin] for begin in at]
         if part.shape[-2] == 1:
             return torch.cat(
                 [each.expand(*part.shape[:-3], -1, n, -1) for each, n in zip(moved, self.lengths, strict=True)], -2

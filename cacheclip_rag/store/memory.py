@@ -27,7 +27,8 @@ class MemoryBackend(Backend):
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = check_limit(max_bytes)
-        self._payloads: OrderedDict[str, memoryview] = OrderedDict()
+        self._payloads: OrderedDict[str, tuple[memoryview, int]] = OrderedDict()
+        """With the bytes that each takes."""
         self.num_bytes = 0
         """Bytes held."""
         self.evictions = 0
@@ -40,22 +41,23 @@ class MemoryBackend(Backend):
             for key in keys:
                 if key in self._payloads:
                     self._payloads.move_to_end(key)
-                    payloads[key] = self._payloads[key]
+                    payloads[key] = self._payloads[key][0]
         return payloads
 
     def put(self, key: str, data: Buffer) -> None:
-        size = memoryview(data).nbytes
-        if self._max_bytes is not None and size > self._max_bytes:
+        size, pins = memoryview(data).nbytes, pins_memory()
+        takes = 1 << (size - 1).bit_length() if pins and size else size  # PyTorch's page-locked memory: powers of two
+        if self._max_bytes is not None and takes > self._max_bytes:
             self.delete([key])  # an older version must not be read any more
             return
         # of its own: the caller's buffer may be a mapped file, or change later. A GPU copies from page-locked memory
         # without waiting
-        own = memoryview(new_memory(size) if pins_memory() else bytearray(size))
+        own = memoryview(new_memory(size) if pins else bytearray(size))
         own[:] = memoryview(data).cast("B")
         with self._lock:
             self._remove(key)
-            self._payloads[key] = own
-            self.num_bytes += size
+            self._payloads[key] = own, takes
+            self.num_bytes += takes
             while self._max_bytes is not None and self.num_bytes > self._max_bytes:
                 self._remove(next(iter(self._payloads)))
                 self.evictions += 1
@@ -73,7 +75,7 @@ class MemoryBackend(Backend):
 
     def _remove(self, key: str) -> bool:
         payload = self._payloads.pop(key, None)
-        self.num_bytes -= len(payload or b"")
+        self.num_bytes -= payload[1] if payload else 0
         return payload is not None
 
 

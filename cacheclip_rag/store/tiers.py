@@ -75,7 +75,13 @@ class Tiers(Backend):
     @property
     def _copies(self) -> list[Backend | Arena]:
         """What holds nothing but copies."""
-        return [*self.backends[:-1], *self._arenas.values()]
+        return [*self.backends[:-1], *self.arenas]
+
+    @property
+    def arenas(self) -> Sequence[Arena]:
+        """Those that were made."""
+        with self._lock:
+            return [*self._arenas.values()]
 
     @property
     def last(self) -> Backend:
@@ -184,7 +190,7 @@ class Tiers(Backend):
 
     def delete(self, keys: Iterable[str]) -> int:
         removed = [*keys]
-        for arena in self._arenas.values():
+        for arena in self.arenas:
             arena.delete(removed)
         counts = [backend.delete(removed) for backend in reversed(self.backends)]
         return counts[0]

@@ -13,7 +13,8 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import cache as caches
-from cacheclip_rag.store import Arena, StoredKV, decode_frame, encode_frame, join, part_of
+from cacheclip_rag.store import Arena, ReadAhead, StoredKV, decode_frame, encode_frame, join, part_of
+from cacheclip_rag.store.arena import Resident
 from tests.conftest import SENTENCES, rag_prompt
 from tests.models.pretend import CUDA, Pretended, move, pretended
 
@@ -120,6 +121,52 @@ class TestPrompts:
             assert waited == [1, 2]
             for ours, theirs in zip(cache.arrays, expected.arrays, strict=True):
                 assert torch.equal(ours.inner[:, :, 4:], theirs[:, :, 4:])
+
+    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    def test_the_auxiliary_s_chunks_are_one_group(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, codec: str
+    ) -> None:
+        """Also where the shared prefix alone is in the arena."""
+        groups: list[list[int]] = []
+
+        def counted(pieces: Any) -> list[Any]:
+            joined = join(pieces)
+            groups.append([len(each.pieces) for each in joined])
+            return joined
+
+        with pretended(monkeypatch):
+            _, engine = answers(tiny_models, 0, True, codec=codec)
+            monkeypatch.setattr(caches, "join", counted)
+            question = SamplingParams(max_tokens=1)
+            engine.prefill(rag_prompt(TEXTS[:6]), question, method=engine.make_method("cacheclip"))
+        assert [max(each) >= 5 for each in groups] == [True, True] and max(map(len, groups)) <= 2, groups
+
+    def test_what_is_read_again_is_copied_again(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits = list[Any]()
+        with pretended(monkeypatch):
+            _, engine = answers(tiny_models, 0, True)
+            monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+            tenant, key = engine.store, engine.chunk_caches()[0].key(TEXTS[0])
+            arena, right = tenant.chunk_store.tiers.arena(CUDA), tenant.get(key)
+            assert right is not None
+            wrong = replace(right, frame=replace(right.frame, data=memoryview(bytearray(right.frame.num_bytes))))
+
+            def work(reading: ReadAhead) -> torch.Tensor:
+                kv = reading.kv(0)
+                assert kv is not None and isinstance(kv.resident, Resident)
+                arena.load(kv.resident, kv.frame, 1)
+                if not waits:
+                    reading._settle(key, right)
+                reading.wait(0)
+                arena.load(kv.resident, kv.frame, 2)
+                memory: Any = arena.memory
+                return memory.inner[kv.resident.start :][: right.frame.layer_size]
+
+            with ReadAhead(tenant, [key], arena=arena) as reading:
+                reading._settle(key, wrong)
+                assert torch.equal(reading.until_whole(work), right.frame.layer_bytes(0)) and waits == [CUDA]
 
 
 class TestArena:

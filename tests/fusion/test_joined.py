@@ -110,6 +110,13 @@ class TestAssemble:
                             isinstance(there, Pretended) and torch.equal(there.inner, here)
                         )
 
+    def test_parts_of_one_text_are_moved_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = stored(torch.randn(1, 2, 2, 9, 16), "float32")
+        [joined] = join((n, part_of(kv, n, n + 1)) for n in range(9))
+        with pretended(monkeypatch) as queue:
+            joined.layer(0, CUDA)
+            assert queue.copies.total() == 1
+
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_in_any_dtype(self, tiny_models: dict[str, str], codec: str, dtype: str) -> None:

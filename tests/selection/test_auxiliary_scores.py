@@ -81,13 +81,6 @@ def test_without_a_prefix(folder: str, chunks: list[str], question: str) -> None
         assert float((score - slow_score(folder, [], ids, scored.question_ids)).abs().max()) < 1e-5
 
 
-def test_chunks_may_come_one_at_a_time(scored: Scored) -> None:
-    lengths = [len(ids) for ids in scored.chunk_ids]
-    streamed = score_chunks(scored.runtime, scored.prefix, iter(scored.kv), scored.question_ids, lengths)
-    for left, right in zip(streamed, scored.scores(*range(len(lengths))), strict=True):
-        assert torch.equal(left, right)
-
-
 def test_stored_kv_is_not_written_to(scored: Scored) -> None:
     before = [kv.clone() for kv in (scored.prefix, *scored.kv)]
     scored.scores(0, 1, 2)

@@ -9,7 +9,16 @@ import pytest
 from cacheclip_testing.backends import BackendConformance, sample_key, sample_payload
 
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.store import CAN_DROP_PAGE_CACHE, PAGE_CACHE, Backend, DiskBackend, MemoryBackend, Sink, Tiers
+from cacheclip_rag.store import (
+    CAN_DROP_PAGE_CACHE,
+    PAGE_CACHE,
+    Backend,
+    DiskBackend,
+    MemoryBackend,
+    Sink,
+    Tiers,
+    memory,
+)
 
 
 class TestMemoryBackend(BackendConformance):
@@ -20,15 +29,26 @@ class TestMemoryBackend(BackendConformance):
 
     def read_raw(self, backend: Backend, key: str) -> bytes | None:
         assert isinstance(backend, MemoryBackend)
-        return bytes(backend._payloads[key]) if key in backend._payloads else None
+        return bytes(backend._payloads[key][0]) if key in backend._payloads else None
 
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         assert isinstance(backend, MemoryBackend)
-        backend._payloads[key] = bytearray(data)
+        backend._payloads[key] = memoryview(data), len(data)
         backend.num_bytes += len(data)
 
 
 class TestMemoryLimit:
+    def test_page_locked_memory_is_counted_as_it_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """PyTorch takes a power of two."""
+        monkeypatch.setattr(memory, "pins_memory", lambda: True)
+        monkeypatch.setattr(memory, "new_memory", lambda size: memoryview(bytearray(size)))
+        backend = MemoryBackend(3000)
+        for number in (1, 2):
+            backend.put(sample_key(number), bytes(1025))
+        assert [*backend.list()] == [sample_key(2)] and backend.num_bytes == 2048
+        backend.put(sample_key(2), bytes(2049))
+        assert not [*backend.list()] and not backend.num_bytes
+
     def test_least_recently_used_goes_first(self) -> None:
         backend = MemoryBackend(3000)
         for number in (1, 2, 3):
