@@ -15,6 +15,7 @@ from .common import VariantsOption, measured, print_tables
 
 if TYPE_CHECKING:
     from cacheclip_rag import EngineConfig
+    from cacheclip_rag.runtime import Runtime
 
     from ..evaluation.lab import PlannedRun
 
@@ -65,12 +66,12 @@ def evaluate(
     # check options before weights are loaded
     if out is not None:
         check_folder(out)
-    given = settings.engine.get("system_prompt", INSTRUCTION)
-    config = measured(settings, recompute_ratio=None, system_prompt=given)
-    runs = _runs(config, methods, ratios, read_variants(variants))
+    config = measured(settings, recompute_ratio=None, system_prompt=settings.engine.get("system_prompt", INSTRUCTION))
+    asked_for = config, methods, ratios, read_variants(variants)
+    _runs(*asked_for)
     asked = read_together(_files(dataset), limit=limit, half=half)
     name = f"{asked.name} ({half} half)" if half else asked.name
-    comparison = Lab(name=name, records=asked.records, config=config, runs=runs, folder=out).run()
+    comparison = Lab(name=name, records=asked.records, config=config, runs=_runnable(*asked_for), folder=out).run()
     comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
     summary = summarise(comparison)
     if out is not None:
@@ -91,15 +92,30 @@ def _print(summary: dict[str, Any]) -> None:
     print_tables(tables, *map(escape, notes(summary)))
 
 
-def _runs(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
+def _runnable(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
+    """Without those that were not named and that the model, which is loaded, cannot run."""
+    from cacheclip_rag.models import concrete, load_model
+
+    from ..evaluation.lab import runnable
+
+    if methods is not None and "all" not in _split(methods):
+        return _runs(config, methods, ratios, variants)
+    config = concrete(config)
+    primary = load_model(config.primary, dtype=config.dtype, device=config.device)
+    return runnable(_runs(config, methods, ratios, variants, primary), primary)
+
+
+def _runs(
+    config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any], primary: Runtime | None = None
+) -> list[PlannedRun]:
     from cacheclip_rag.models import loader_of
 
     from ..evaluation.lab import every_method, planned_runs
 
-    loader = loader_of(config.primary)
-    without_scores = "anchored" if loader.reads_kv and loader.can_score else "epic"
+    model = primary or loader_of(config.primary)
+    without_scores = "anchored" if model.reads_kv and model.can_score else "epic"
     names = _split(methods or f"full,full-again,full-reordered,direct,{without_scores},cacheclip")
-    if "all" in names and (without := every_method(config)[1]):
+    if "all" in names and not primary and (without := every_method(config)[1]):
         typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
     return planned_runs(names, [_ratio(value) for value in _split(ratios)], config, variants)
 

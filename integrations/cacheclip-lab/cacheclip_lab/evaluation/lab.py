@@ -23,6 +23,7 @@ from cacheclip_rag.measuring import identity_of
 from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset, reads_kv
 from cacheclip_rag.models import concrete, loader_of
 from cacheclip_rag.plugins import progress_bar
+from cacheclip_rag.runtime import Runtime
 from cacheclip_rag.selection import load_named
 
 from ..variants import AGAIN, REORDERED
@@ -102,6 +103,19 @@ def planned_runs(
             label = name if ratio is None else f"{name}@{number_text(ratio)}"
             planned.setdefault(label, PlannedRun(Run(label, name, ratio, method.learns), method))
     return list(planned.values())
+
+
+def runnable(runs: Sequence[PlannedRun], primary: Runtime) -> list[PlannedRun]:
+    """Those whose methods the loaded primary can run."""
+
+    def runs_on(planned: PlannedRun) -> bool:
+        try:
+            check_reads(planned.method, primary)
+        except ConfigurationError:
+            return False
+        return True
+
+    return [*filter(runs_on, runs)]
 
 
 @dataclass(slots=True)

@@ -21,8 +21,9 @@ from cacheclip_lab.evaluation.report import FILES, summarise
 from cacheclip_lab.evaluation.results import Comparison
 from cacheclip_lab.evaluation.scores import METRICS
 from cacheclip_lab.evaluation.tables import notes
-from cacheclip_testing import SENTENCES, add_bos
+from cacheclip_testing import SENTENCES, add_bos, build_class
 from cacheclip_testing.plugin import CACHECLIP, CHUNKS
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Fresh, MissingExtraError
@@ -580,6 +581,17 @@ class TestCommand:
         assert (
             told == "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-gated, cacheclip-paper"
         )
+
+    @pytest.mark.skipif("qwen3_5_text" not in CONFIG_MAPPING, reason="this transformers is too old")
+    @pytest.mark.parametrize("methods", [(), ("--methods", "all")])
+    def test_what_a_model_with_recurrent_layers_cannot_run_is_left_out(
+        self, methods: tuple[str, ...], dataset: Path, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
+        models = ("--primary", build_class(tmp_path / "m", "qwen3_5_text"), "--auxiliary", tiny_models["auxiliary"])
+        result = self.run("--dataset", dataset, *models, *methods, "--limit", 1, "--json")
+        assert result.exit_code == 0, result.output
+        others = ["prefix"] if methods else ["full-again", "full-reordered"]
+        assert list(json.loads(result.stdout)["methods"]) == ["full", *others, "direct", "epic@0.2"]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
