@@ -30,9 +30,9 @@ hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL"
 gc.disable()
 
 
-FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
-"""Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
-windows in some with two rotary tables, and sinks."""
+FEW_ARCHITECTURES = ("llama", "gemma3", "gpt-oss")
+"""Those that tests of all architectures run on, unless they prove exactness: one attention, windows in some layers with
+two rotary tables, and sinks."""
 EXACTNESS = ("test_exactness.py",)
 
 
@@ -98,8 +98,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All architectures in the tests of exactness only, few elsewhere, and no long tests; ``CACHECLIP_TEST_ALL=1`` runs
-    all.
+    """All architectures in the tests of exactness only, few elsewhere, some cases of marked tests, and no long tests;
+    ``CACHECLIP_TEST_ALL=1`` runs all.
 
     The tests of a file run in one process, which makes once what they share; so do those with real weights, which are
     never downloaded by two. Tests of whole programs come first, so that no process ends with one while the other has
@@ -108,6 +108,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not os.environ.get("CACHECLIP_TEST_ALL"):
         left_out = {item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}}
         left_out |= {item for item in items if item.get_closest_marker("long") is not None}
+        for same in by_function([item for item in items if item not in left_out]).values():
+            if marker := same[0].get_closest_marker("some"):
+                left_out |= {*same} - {*same[:: marker.args[0]]}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent != ROOT / "tests")
@@ -123,13 +126,17 @@ def architectures_of(item: pytest.Item) -> set[str]:
     return {each for each in parameters.values() if isinstance(each, str)} & {*TINY_MODELS}
 
 
+def by_function(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    grouped: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        grouped.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return grouped
+
+
 def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
     """Tests that run on every tiny model, without those of exactness."""
-    found: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.path.name not in EXACTNESS:
-            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    crossed = [same for same in found.values() if set().union(*map(architectures_of, same)) >= {*TINY_MODELS}]
+    others = by_function([item for item in items if item.path.name not in EXACTNESS])
+    crossed = [same for same in others.values() if set().union(*map(architectures_of, same)) >= {*TINY_MODELS}]
     return [item for same in crossed for item in same]
 
 

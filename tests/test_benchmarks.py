@@ -57,6 +57,7 @@ def test_launches(run: Any) -> None:
     assert rows["cold"]["kernels"] >= rows["warm"]["kernels"] > 100 and rows["cold"]["copies"] > 4
 
 
+@pytest.mark.long
 def test_cold_reads(run: Any) -> None:
     found = run("cold_reads", "--tokens", "120", "--chunk-tokens", "40", "--speeds", "1", "--repeats", "1")
     [row] = found["rows"]
@@ -113,6 +114,7 @@ def test_clients_whose_texts_do_not_recur(
     assert row["most_bytes"] > row["most_bytes_of_plain"] / 2 > 2**25
 
 
+@pytest.mark.long
 def test_latency(run: Any) -> None:
     found = run("latency", "--tokens", "150", "--chunk-tokens", "50,500", "--rounds", "1")
     assert [row["way"] for row in found] == ["full", "auto", "limited"]  # chunks of 500 tokens do not fit
@@ -148,6 +150,7 @@ def test_choices(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.M
     assert run("choices", *arguments) == found, "the log is read again"
 
 
+@pytest.mark.long
 def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun_as = load("rivals", monkeypatch).begun_as
     assert begun_as([], ["a", "b"]) == [0, 1]

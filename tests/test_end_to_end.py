@@ -61,6 +61,15 @@ def test_the_auxiliary_is_asked_with_the_head_set_that_comes_with_the_package(en
     assert engine.head_set is not None and engine.head_set.digest() == shipped.digest()
 
 
+@pytest.mark.long
+def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
+    params = SamplingParams(max_tokens=48)
+    full = engine.generate(PROMPT, params, method="full")
+    exact = engine.generate(PROMPT, params, recompute_ratio=1.0)
+    assert exact.token_ids == full.token_ids
+    assert exact.stats.hits == len(FACTS) and full.stats.method == "full"
+
+
 def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
     from cacheclip_rag.prompt.known_kv import choose_rows
 
@@ -86,6 +95,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     assert (fused(rotten=5) - expected).abs().max() > 1e-2, "a wrong position must show"
 
 
+@pytest.mark.long
 def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: CacheClipEngine) -> None:
     params = SamplingParams(max_tokens=32, stop=("\n\n",))
     again = CacheClipEngine(engine.config)

@@ -65,6 +65,7 @@ def test_it_adds_a_command(run: Run) -> None:
     assert run("-c", main, "count-words", "--json", "a b c").stdout == '{"words": 3}\n'
 
 
+@pytest.mark.long
 def test_an_engine_uses_its_runtime_observer_and_method(run: Run) -> None:
     done = run("-c", USED)
     assert re.fullmatch(r"\d+ is the sum\. last-tokens 4 1\n", done.stdout), done

@@ -214,10 +214,12 @@ class TestSpinning:
         assert self.spins("", GOMP_SPINCOUNT="7") == "7"
         assert self.spins("", OMP_WAIT_POLICY="active") == "unset"
 
+    @pytest.mark.long
     def test_unchanged_where_torch_has_read_it(self) -> None:
         assert self.spins(", torch") == "unset"
 
 
+@pytest.mark.long
 def test_optional_packages_wait_until_they_are_needed() -> None:
     """Clients of storage, and what traces."""
     optional = {"obstore", "deltalake", "pyarrow", "ray", "opentelemetry"}

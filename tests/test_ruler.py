@@ -115,6 +115,7 @@ class TestNeedles:
 
 
 class TestLength:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("num_tokens", [1500, 4096])
     @pytest.mark.parametrize("task", TASKS)
     def test_never_above_and_close(self, task: str, num_tokens: int) -> None:
@@ -153,6 +154,7 @@ class TestChunks:
 
 
 class TestDraws:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("task", TASKS)
     def test_same_seed_same_samples(self, task: str) -> None:
         state = random.getstate()

@@ -58,6 +58,7 @@ class TestReasons:
         found = why(engine, html.escape(text), text)
         assert found.reason == "not_in_prompt" and not found.is_hit and "escaped" in found.explanation
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("change", "said"),
         [

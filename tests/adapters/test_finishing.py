@@ -78,6 +78,7 @@ def settings(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mo
     }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("rows", [16, 96])
 def test_streams_are_full_prefills_text(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """No piece is withdrawn: joined, they are the revised answer, though the first answer begins otherwise."""

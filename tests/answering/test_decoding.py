@@ -53,6 +53,7 @@ EDGES = (0, 1, -1, 2**31, 2**70, 10**400, 5e-324, 1e-300, 1e-40, 1e-5, 1 - 1e-16
 
 
 class TestSamplingParams:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("option", "value"),
         [

@@ -265,6 +265,7 @@ def test_an_observer_sees_plans_for_another_process(
     assert observer.closed == 1
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("group", "needed"),
     [
@@ -305,6 +306,7 @@ def test_what_measures_is_named(install: Install, tiny_models: dict[str, str], m
         monkeypatch.setattr("sys.path", sys.path[1:])
 
 
+@pytest.mark.long
 def test_what_is_not_needed_is_not_imported(install: Install, tmp_path: Path) -> None:
     groups = ("observers", "methods", "stores", "measurements", "runtimes")
     install(source="raise RuntimeError('never')", **dict.fromkeys(groups, {"own": "guest_of_a_test"}))
@@ -347,6 +349,7 @@ def commands() -> dict[str, Any]:
     return known
 
 
+@pytest.mark.long
 def test_commands(install: Install) -> None:
     install(source=COMMANDS, commands={"own": "guest_of_a_test:register"})
     assert run("greet", "Ada").stdout == "Good day, Ada.\n"
@@ -354,6 +357,7 @@ def test_commands(install: Install) -> None:
     assert "greet" in run("--help").stdout
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("source", "named", "why"),
     [

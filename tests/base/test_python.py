@@ -48,6 +48,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["", ":{}", "{}:", ".", ".:{}", "{}:../documents"])
 def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("PYTHONPATH", path.format(REPOSITORY))

@@ -108,6 +108,7 @@ def payloads(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "kv").rglob("*.kv")}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_the_store_is_the_same_bit_for_bit(
     tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str

@@ -195,6 +195,7 @@ class TestWithoutGuests:
         command = [sys.executable, "-c", program, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("command", "owner"), [("ingest", "ingest"), ("store verify", "care")])
     def test_a_command_of_one_says_what_to_install(self, command: str, owner: str) -> None:
         done = self.run(*command.split(), "--help")

@@ -40,6 +40,7 @@ class TestStats:
 
 
 class TestStreaming:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", ["full", "direct", "cacheclip"])
     def test_joined_it_is_the_whole_text(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
         engine.precompute(chunks)
@@ -117,6 +118,7 @@ class TestSeeds:
     """What is said of ``SamplingParams.seed``: the same tokens over a fixed store without a prefix cache; with one, KV
     of earlier prompts is rounded in another order."""
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", PRESET_NAMES)
     def test_a_seed_gives_the_same_tokens(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str

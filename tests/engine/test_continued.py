@@ -82,6 +82,7 @@ def common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class TestContinued:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", METHODS)
     def test_the_next_question_continues(self, make: Make, passages: list[str], method: str) -> None:
         engine = make(method=method, recompute_ratio=0.3, min_confidence=0.0)
@@ -99,6 +100,7 @@ class TestContinued:
             assert abs(stats.recomputed_tokens - 0.3 * FOLLOW_UP_SHARE * stats.chunk_tokens) <= 1
             assert stats.charged_ratio > 0 and stats.cached_prefix_tokens < stats.stale_from
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", METHODS)
     def test_every_question_recomputes_other_tokens_until_none_is_stale(
         self, make: Make, passages: list[str], method: str
@@ -142,6 +144,7 @@ class TestContinued:
         expected = engine.primary.extend(before.cache, found.layout.ids[start:], start)
         torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("num_chats", [1, 2])
     def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str], num_chats: int) -> None:
         """Several on the same documents in turn, too: what a chat has alone takes no other one's place."""
@@ -167,6 +170,7 @@ class TestContinued:
         expected = 0.4 * (new + FOLLOW_UP_SHARE * (stats.chunk_tokens - new))
         assert abs(stats.recomputed_tokens - expected) <= 2
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("is_cancelled", [False, True])
     @pytest.mark.parametrize("method", METHODS)
     def test_the_same_prompt_again_has_the_same_answer(
@@ -238,6 +242,7 @@ class TestContinued:
         ]()
         assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("method", ["cacheclip", "prefix", "cacheclip-gated"])
     @pytest.mark.parametrize("finish", ["none", "verify", "idle"])
     def test_texts_that_are_released_while_an_answer_is_read(
@@ -349,6 +354,7 @@ class TestLimit:
 
 
 class TestNeverInAnExactCache:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("is_evicted", [False, True])
     def test_plain_prefill_after_fused_answers(
@@ -375,6 +381,7 @@ class TestNeverInAnExactCache:
 
 
 class TestNeverMoreThanPlain:
+    @pytest.mark.long
     @pytest.mark.parametrize(("method", "planted"), [("anchored", False), ("cacheclip", False), ("cacheclip", True)])
     def test_random_histories(
         self, make: Make, passages: list[str], method: str, planted: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ RATIOS = (0.1, 0.2, 0.3, 0.5)
 """At each another token is on the border between those that are chosen and those that are not."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("context", ["prefix", "passages"])
 def test_it_is_computed_in_its_own_context(
     make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, context: str

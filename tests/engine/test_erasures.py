@@ -64,6 +64,7 @@ def in_memory(engine: CacheClipEngine, texts: list[str]) -> list[str]:
 
 
 class TestOneProcess:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("others", [False, True])
     def test_what_an_engine_erased_itself_is_not_dropped_twice(
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], others: bool
@@ -79,6 +80,7 @@ class TestOneProcess:
         look_at_all()
         assert (kept(other) == (0, 0, 0)) is others and all(kept(other)) is not others
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("erase", ["release", "source", "drop", "delete"])
     def test_everything_goes_with_the_next_look(
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], erase: str
@@ -380,6 +382,7 @@ class TestClock:
         assert slept == [LOOK_S] == [10.0] and kept(other) == (0, 0, 0)
         assert any(each.name == "cacheclip-erasures" and each.daemon for each in threading.enumerate())
 
+    @pytest.mark.long
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
     def test_a_child_of_a_fork_has_a_thread_of_its_own(
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
@@ -427,6 +430,7 @@ print(*held(), flush=True)
 """
 
 
+@pytest.mark.long
 def test_two_processes(tiny_models: dict[str, str], make: Make, passages: list[str], tmp_path: Path) -> None:
     one = make(store=tmp_path / "store", auxiliary=None, method="anchored")
     one.precompute(passages)

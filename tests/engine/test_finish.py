@@ -130,6 +130,7 @@ class TestRevise:
         if rows == AT_THE_END:
             assert revised.stats.diverged_at == first_difference(given.token_ids, full.token_ids)
 
+    @pytest.mark.long
     def test_the_models_above_do_diverge(self, finishing: Make) -> None:
         """Twin: without a revision the answers differ, early and late."""
         for name in ("llama", "qwen2-sliding", "gemma2", "gpt-oss", "smollm3", "mixtral"):
@@ -147,6 +148,7 @@ class TestRevise:
         assert (revised.token_ids, revised.text) == (full.token_ids, full.text)
         assert (revised.stats.verified_tokens is None) == (method == "prefix"), "it was reused"
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
     def test_max_tokens(self, finishing: Make, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens)
@@ -158,6 +160,7 @@ class TestRevise:
                 assert revised.token_ids == full.token_ids and revised.finish_reason == "length"
                 assert len(revised.token_ids) == max_tokens
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     def test_an_end_that_full_prefill_does_not_choose(
         self, finishing: Make, end_at: Callable[[CacheClipEngine, int], None], rows: int
@@ -188,6 +191,7 @@ class TestRevise:
         assert answer.token_ids == full.token_ids[: at + 1] and answer.finish_reason == "stop"
         assert text == answer.text == engine.primary.decode_ids(full.token_ids[:at])
 
+    @pytest.mark.long
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     def test_stop_strings(self, finishing: Make, rows: int) -> None:
         """Every stop string of either text, also such that lie across the revision, and beginnings of stop strings."""
@@ -360,6 +364,7 @@ class TestSampled:
         assert found.token_ids == given.token_ids and found.stats.verified_tokens is None
 
 
+@pytest.mark.long
 class TestRotaryFrequenciesThatChange:
     @staticmethod
     def prompt(engine: CacheClipEngine) -> str:
@@ -408,6 +413,7 @@ class TestPrefixCache:
         ]
         return first, engine.generate(asked, SHORT, method="direct", finish=finish), asked
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("finish", ["verify", "revise"])
     def test_the_next_turn_is_an_exact_hit(self, finishing: Make, finish: str, rows: int) -> None:
@@ -465,6 +471,7 @@ class TestPrefixCache:
 
 
 class TestClosing:
+    @pytest.mark.long
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     def test_a_stream_closed_anywhere_leaves_the_engine_usable(self, finishing: Make, rows: int) -> None:
         engine = finishing(rows=rows)

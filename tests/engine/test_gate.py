@@ -50,6 +50,7 @@ class TestGate:
         assert found.stats.confidence == plain.stats.confidence == sure > 0
         assert found.stats.charged_ratio == plain.stats.charged_ratio and found.stats.fallback is None
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
     def test_an_unsure_one_is_full_prefill(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
         plain, full = (logits(filled, rag(chunks), preset(each)) for each in (name, "full"))

@@ -64,6 +64,7 @@ class Slices:
 
 
 class TestNextQuestion:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", METHODS)
     def test_it_is_full_prefills_at_the_cost_of_prefix_caching(
         self, make: Make, passages: list[str], method: str
@@ -282,6 +283,7 @@ class TestLimits:
         assert idle.wait_for_observers()
         assert len(slices.tokens) == 1 and idle.prefixes.stats.blocks == 0
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, ValueError])
     def test_an_error_is_logged(
         self,

@@ -71,6 +71,7 @@ EDITS: dict[str, Callable[[list[str]], tuple[str, str]]] = {
 
 
 class TestIsWhatItIs:
+    @pytest.mark.some(3)
     @torch.inference_mode()
     @pytest.mark.parametrize("wrong_by", [0, 3])
     @pytest.mark.parametrize("edit", EDITS)
@@ -101,6 +102,7 @@ class TestWhenItIsTaken:
         values = engine.metrics.snapshot()
         assert values['prompt_tokens_total{source="moved"}'] == stats.moved_tokens
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("settings", "call"),
         [
@@ -121,6 +123,7 @@ class TestWhenItIsTaken:
         assert answer.stats.moved_tokens == 0
         assert answer.token_ids == make(on_miss="ignore").generate(prompt, SHORT, method="full").token_ids
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("edit", EDITS)
     def test_the_end_of_a_prompt_is_computed(self, make: Make, passages: list[str], edit: str) -> None:
         """Earlier prompts end with the same question, and it has not read the edit."""
@@ -218,6 +221,7 @@ class TestWhenItIsTaken:
         assert answer.stats.gated and answer.stats.moved_tokens == 0
         assert answer.token_ids == engine.generate(new, SHORT, method="full").token_ids
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("settings", [{}, {"min_confidence": 0.0}], ids=str)
     def test_calls_and_structured_answers_are_gated(
         self, monkeypatch: pytest.MonkeyPatch, tool_model: str, passages: list[str], settings: dict[str, Any]
@@ -282,6 +286,7 @@ class TestWhereItNeverGoes:
         engine.release(passages[:1])
         assert engine.generate(new, SHORT).stats.moved_tokens == 0
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", [name for name in PRESETS if preset(name).reuses_chunks])
     def test_more_rows_than_plain_prefill(self, make: Make, passages: list[str], method: str) -> None:
         """Random histories of edits, some with stored chunks, by every method."""

@@ -30,6 +30,7 @@ def test_there_are_penalties() -> None:
     assert "repetition_penalty" in PENALTIES
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", [*PENALTIES, None])
 @pytest.mark.parametrize("finish", ["verify", "revise"])
 def test_finish(make: Make, watched: list[bool], finish: str, name: str | None) -> None:

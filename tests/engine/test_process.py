@@ -175,6 +175,7 @@ class TestAnotherWorkingDirectory:
         yield tmp_path / "here"
         assert not [*(tmp_path / "elsewhere").iterdir()], "nothing is written there"
 
+    @pytest.mark.long
     def test_of_an_engine(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", f"home-of-{here.parent.name}")
         cache_home()

@@ -379,6 +379,7 @@ HELD_BACK_TOO: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("text", "options"), HELD_BACK.values(), ids=HELD_BACK)
 def test_text_that_is_held_back_holds_up_nobody(
     engine: CacheClipEngine, chunks: list[str], text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -433,6 +434,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
 def test_answers_in_one_pass_are_those_alone(
     engine: CacheClipEngine, chunks: list[str], finish: str, tool_model: str, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ def names(steps: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 class TestAnswer:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("owner", "name", "at"), ANSWER, ids=names(ANSWER))
     def test_its_error_reaches_the_caller_and_the_next_is_answered(
         self,
@@ -115,6 +116,7 @@ class TestAnswer:
                 asked.generate(rag(chunks[:2]), SHORT, method=method)
         assert asked.generate(rag(chunks[:2]), SHORT, method=method).text
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("count", [0, 1, 3])
     def test_a_reader_that_leaves_after_some_events(
         self, asked: CacheClipEngine, chunks: list[str], count: int
@@ -127,6 +129,7 @@ class TestAnswer:
         assert turns_of(asked.primary).is_idle
         assert asked.generate(rag(chunks[:2]), SHORT).text == right.text
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("owner", "name", "at", "error"), AFTER, ids=names(AFTER))
     def test_a_complete_answer_is_given_though_it_cannot_be_stored(
         self,
@@ -171,6 +174,7 @@ def readable(engine: CacheClipEngine, text: str) -> bool:
 
 
 class TestPrecompute:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("owner", "name", "at"), PRECOMPUTE, ids=names(PRECOMPUTE))
     def test_batches_before_it_are_stored_and_a_second_try_stores_the_rest(
         self, asked: CacheClipEngine, owner: Owner | None, name: str, at: int, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +219,7 @@ RELEASES = [("texts", *step) for step in RELEASE] + [("sources", *step) for step
 
 
 class TestRelease:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         ("by", "owner", "name", "at"),
         RELEASES,
@@ -253,6 +258,7 @@ WARM_UP: list[tuple[Owner, str, int]] = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("owner", "name", "at"), WARM_UP, ids=names(WARM_UP))
 def test_warming_up_again(
     asked: CacheClipEngine, chunks: list[str], owner: Owner, name: str, at: int, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +275,7 @@ def test_warming_up_again(
     fresh.close()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_idle_finishing_of_the_other_prompts_goes_on(
     asked: CacheClipEngine,
@@ -296,6 +303,7 @@ def test_idle_finishing_of_the_other_prompts_goes_on(
     assert asked.generate(prompts[0], SHORT).text == right
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("finish", ["verify", "revise"])
 @pytest.mark.parametrize("at", [1, 2])
 def test_finishing(

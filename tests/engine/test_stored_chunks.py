@@ -115,6 +115,7 @@ class TestMisses:
         assert (answer.stats.hits, answer.stats.misses) == (0, 1) and answer.stats.missed_tokens >= 32
         assert engine.is_stored(text) == stores
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", ["cacheclip", "anchored", "epic", "direct"])
     def test_a_chunk_that_is_computed_in_full_is_as_a_missing_one(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, name: str

@@ -88,6 +88,7 @@ class TestRestart:
         asked(start(min_confidence=0.0), "Hello. " + prompt, "direct", finish="idle")
         assert asked(start(), "Hello. " + prompt) > SIZE
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         "options", [{"namespace": "others"}, {"dtype": "bfloat16"}, {"store_prompts": False}], ids=str
     )

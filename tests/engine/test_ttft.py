@@ -101,6 +101,7 @@ def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: 
     assert time.times(stored, method) == (seconds, 0.0)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
 @pytest.mark.parametrize("rows", [8, 10_000], ids=["verified at the end", "verified at once"])
 def test_text_that_may_be_withdrawn_is_no_first_token(

@@ -30,6 +30,7 @@ def engine_of(loaded: Any) -> CacheClipEngine:
     return loaded if isinstance(loaded, CacheClipEngine) else loaded.engine
 
 
+@pytest.mark.long
 def test_weights_are_freed_and_loaded_again(loaded: Any) -> None:
     registry = dict(_registry)
     _registry.clear()  # models that other tests have loaded

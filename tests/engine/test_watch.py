@@ -78,6 +78,7 @@ def later_least(engine: CacheClipEngine, method: str) -> tuple[float, int, list[
 
 
 class TestWatch:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("name", "method"),
         [("llama", "direct"), ("llama", "cacheclip"), ("gemma3", "direct"), ("gpt-oss", "epic"), ("smollm3", "direct")],
@@ -123,6 +124,7 @@ class TestWatch:
         assert all(event.revised_from is None and event.is_final for event in events)
         assert events[-1].answer is not None and events[-1].answer.stats.completed_at == at
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("finish", ["verify", "revise"])
     def test_finishing_completes_it_in_any_case(self, make: Make, finish: str) -> None:
         engine = make()
@@ -171,6 +173,7 @@ class TestWatch:
         assert ask(engine, least, params=SamplingParams(max_tokens=12, stop=(stop,))).text == whole.split(stop)[0]
         assert len(ask(engine, least, params=SamplingParams(max_tokens=at + 2)).token_ids) == at + 2
 
+    @pytest.mark.long
     @pytest.mark.parametrize("method", ["direct", "cacheclip"])
     def test_the_laboratory_foresees_it(self, make: Make, method: str) -> None:
         """From an answer without a gate: when it completes, and whether the answer is then full prefill's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
@@ -60,6 +61,7 @@ def gaps(engine: CacheClipEngine, folder: str, plan: Any) -> list[float]:
     return found
 
 
+@pytest.mark.some(2)
 @some_of(3, kind=KINDS, place=PLACES)
 def test_what_counts_as_exact_has_full_prefills_kv(kind: str, place: str, tiny_models: dict[str, str]) -> None:
     begins, context = PLACES[place]

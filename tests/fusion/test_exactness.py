@@ -56,6 +56,7 @@ class TestRatioOne:
         assert fused.stats.effective_ratio == 1.0 and fused.stats.fallback is None
         assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
+    @pytest.mark.some(3)
     def test_greedy_text_equals_plain_transformers(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(case.runtime, "eos_ids", frozenset())  # a random model may end its turn at once
         segments = [span.segment for span in case.layout.spans]
@@ -64,6 +65,18 @@ class TestRatioOne:
         assert list(answer.token_ids) == expected
         assert answer.text == case.runtime.decode_ids(expected)
 
+    @pytest.mark.long
+    def test_decoding_goes_on_as_after_full_prefill(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        fused, plain = prefilled(case.engine, segments, "cacheclip", 1.0), prefilled(case.engine, segments, "full")
+        left, right = fused.logits, plain.logits
+        for _ in range(16):
+            assert gap(left, right) < EXACT
+            token = int(right.argmax())
+            assert int(left.argmax()) == token
+            left, right = case.runtime.decode_step(fused.cache, token), case.runtime.decode_step(plain.cache, token)
+
+    @pytest.mark.some(3)
     def test_twin_rows_at_wrong_positions(self, case: Case) -> None:
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
@@ -75,6 +88,7 @@ class TestRatioOne:
             )
             assert test(gap(logits, expected)), shift
 
+    @pytest.mark.some(3)
     def test_bottom_right_mask_is_right_here_and_a_wrong_one_is_not(self, case: Case) -> None:
         """At ratio 1 only leading rows are left out, so even the mask aligned to the bottom-right corner is right: the
         reason why nobody noticed. Below ratio 1 it fails: ``TestPartialRecompute.test_twin_bottom_right_mask``."""
@@ -136,6 +150,7 @@ class TestPartialRecompute:
         wrong = case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens))
         assert gap(right, wrong) > BROKEN
 
+    @pytest.mark.some(3)
     def test_twin_partial_recompute_is_not_full_prefill(self, case: Case) -> None:
         """The chunks do differ from joint prefill, or every test above would pass on a no-op."""
         rows = case.rows(0.3)
@@ -153,6 +168,7 @@ class TestRatioZero:
 
 
 class TestFirstChunk:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("primary", "ratio"),
         [*((name, 0.2) for name in TINY_MODELS), ("llama", 0.0), ("llama", 1.0)],
@@ -169,6 +185,7 @@ class TestFirstChunk:
         assert gap(fused.logits, plain.logits) < EXACT
         assert gap(fused.logits, reference_logits(primary, fused.layout.ids)) < EXACT
 
+    @pytest.mark.some(3)
     def test_twin_with_words_before_it_it_is_not_exact(
         self, primary: str, tiny_models: dict[str, str], chunks: list[str]
     ) -> None:

@@ -180,6 +180,7 @@ def gap_or_0(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class TestManyChunks:
+    @pytest.mark.long
     def test_eighty(self, tiny_models: dict[str, str]) -> None:
         texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(80)]
         from tests.conftest import LLAMA, build_model

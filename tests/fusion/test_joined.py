@@ -84,6 +84,7 @@ def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> 
 
 
 class TestAssemble:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("codec", CODECS)
     def test_as_one_by_one(self, primary: str, codec: str) -> None:
         runtime = load_model(primary)
@@ -117,6 +118,7 @@ class TestAssemble:
             joined.layer(0, CUDA)
             assert queue.copies.total() == 1
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_in_any_dtype(self, tiny_models: dict[str, str], codec: str, dtype: str) -> None:
@@ -182,6 +184,7 @@ class TestScores:
         ids = [[choice.randrange(3, 290) for _ in range(length)] for length in self.LENGTHS]
         return prefix, [runtime.encode(each, prefix) for each in ids], runtime.tokenize(SENTENCES[5]).ids
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("options", [{}, {"layers": (0, 1)}], ids=str)
     def test_chunks_of_any_length_as_each_alone(self, primary: str, options: dict[str, Any]) -> None:
         runtime = load_model(primary)

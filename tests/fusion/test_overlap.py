@@ -171,6 +171,7 @@ class TestDelays:
         assert_same(slow.ask(method), expected)
         assert any(num_bytes > 0 for *_, num_bytes in slow.reads) == in_parts
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("seed", range(6))
     def test_any_layout(self, models: tuple[str, str], tmp_path: Path, seed: int) -> None:
         """Chunks in any order, twice, cut off, with text between them."""
@@ -325,6 +326,7 @@ class TestFailures:
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens and "is damaged" in caplog.text
         assert float((found.logits - expected.logits).abs().max()) < 1e-5
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
     @pytest.mark.parametrize("is_lasting", [True, False])
     def test_a_read_that_fails(
@@ -381,6 +383,7 @@ class TestFailures:
         with pytest.raises(ZeroDivisionError, match="a bug of the backend"):
             self.asked(slow, method)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
     @pytest.mark.parametrize("allowed", [0, 1])
     def test_threads_that_cannot_start(

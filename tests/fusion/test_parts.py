@@ -78,6 +78,7 @@ def polyglot(tiny_models: dict[str, str]) -> CacheClipEngine:
 
 
 class TestReuse:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("name", FORMATS)
     @pytest.mark.parametrize("texts", [TEXTS, LINES], ids=["prose", "lines"])
     def test_nine_tenths_of_the_tokens(self, tiny_models: dict[str, str], texts: list[str], name: str) -> None:
@@ -114,6 +115,7 @@ class TestReuse:
         assert (stats.hits, stats.misses, stats.chunk_tokens) == (2, 0, plan.chunk_tokens)
         assert stats.recomputed_tokens == plan.budget_tokens
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("language", "form"),
         [
@@ -145,6 +147,7 @@ class TestReuse:
         if answer.misses:
             assert "in another form" in str(answer.fallback)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("mark", ["> A: ", "{n}: ", "Ada Oduya> ", "** "])
     @pytest.mark.parametrize("others", [0, 2])
     def test_a_text_with_a_mark_in_each_line_is_a_miss(
@@ -289,6 +292,7 @@ class TestKV:
         assert gap(found.logits, by_hand(0)) < EXACT
         assert gap(found.logits, by_hand(-1)) > BROKEN, "KV of other tokens must show"
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("codec", ["int8", "float32"])
     def test_every_codec_gives_parts(self, kind: str, codec: str, tiny_models: dict[str, str]) -> None:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], codec=codec)

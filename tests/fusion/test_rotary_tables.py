@@ -35,6 +35,7 @@ def stored(primary: str, auxiliary: str, method: str, dtype: str = "float32") ->
     return engine
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("primary", "method"),
     [(name, METHODS[(n + more) % len(METHODS)]) for n, name in enumerate(MODELS) for more in (0, 2)],
@@ -57,6 +58,7 @@ def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: s
     assert len(made) > kinds and set(made[kinds:]) == {1}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("primary", "method", "dtype"),
     [(name, METHODS[n % len(METHODS)], ("float32", "bfloat16")[n % 2]) for n, name in enumerate(TINY_MODELS)],

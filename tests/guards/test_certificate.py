@@ -83,6 +83,7 @@ class TestFile:
         found, why = find_certificate(made.identity)
         assert found is None and "damaged" in why and str(path) in why
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
     def test_covers_nothing_else(self, make: Callable[..., CacheClipEngine], name: str) -> None:
         made = certificate_for(make())

@@ -170,6 +170,7 @@ class TestShadow:
         assert engine.wait_for_observers(10)
         assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("options", NOT_GREEDY)
     def test_sampled_answers_have_no_agreement(
         self, make: Callable[..., CacheClipEngine], options: dict[str, Any]
@@ -186,6 +187,7 @@ class TestShadow:
         values = engine.metrics.snapshot()
         assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("rate", [0.0, 1.0])
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 0.72)])
     def test_verified_answers_are_compared_without_a_prefill(
@@ -251,6 +253,7 @@ class TestShadow:
 class TestPromise:
     """What comparisons say about the promise of a certificate."""
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("requires", [False, True])
     def test_a_broken_one_is_told_and_if_required_ends_reuse(
         self,
@@ -319,6 +322,7 @@ class TestPromise:
         assert values.get("promise_checks_total", 0) == (agreement is not None)
         assert values.get("promise_differing_total", 0) == (agreement == 0.9)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("most", [0.02, 0.3])
     def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long one looks; and a wrong limit is seen."""

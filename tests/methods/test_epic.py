@@ -15,6 +15,7 @@ from tests.methods.spying import few, made, plain, same, spied
 
 
 class TestFixedNumbers:
+    @pytest.mark.some(3)
     @few
     @pytest.mark.parametrize("first", [1, 8, 10_000])
     def test_first_tokens_of_every_chunk(self, case: Case, first: int) -> None:
@@ -42,6 +43,7 @@ class TestEpic:
         assert max(counts) - min(counts) <= 1
         assert all(bool(mask[: int(mask.sum())].all()) for mask in spy.masks)
 
+    @pytest.mark.some(3)
     @plain
     @pytest.mark.parametrize("name", ["epic", "epic-paper", "random"])
     def test_the_question_decides_nothing(self, case: Case, name: str) -> None:

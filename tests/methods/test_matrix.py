@@ -1,4 +1,4 @@
-"""Every preset on one architecture, against masks and logits by brute force."""
+"""Every preset on one architecture, one method on every architecture, against masks and logits by brute force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheclip_rag.guards.fidelity import greedy, read_along
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
-from tests.fusion.cases import EXACT, Case, gap, reference_logits, scatter
+from tests.fusion.cases import BROKEN, EXACT, Case, bottom_right_plan, gap, reference_logits, scatter
 from tests.methods.spying import REUSING, made, run, same, spied
 
 RECOMPUTING = [name for name in PRESET_NAMES if isinstance(preset(name), Recompute) and not preset(name).min_confidence]
@@ -41,6 +41,38 @@ class TestOracle(MethodConformance):
     @pytest.fixture
     def method(self) -> Method:
         return made("oracle")
+
+
+@pytest.mark.long
+class TestEveryArchitecture:
+    """One method that looks at the primary, chooses spans and recomputes them."""
+
+    METHOD = "query_attention"
+
+    def test_ratio_one_is_full_prefill(self, case: Case) -> None:
+        fused, direct = run(case, self.METHOD, 1.0), run(case, "direct")
+        expected = reference_logits(case.folder, case.layout.ids)
+        assert fused.stats.fallback is None and fused.stats.effective_ratio == 1.0
+        assert gap(fused.logits, expected) < EXACT
+        assert gap(run(case, self.METHOD, 0.0).logits, direct.logits) < EXACT
+        assert gap(direct.logits, expected) > BROKEN, "direct reuse must differ"
+
+    def test_in_between_it_is_unmodified_transformers_with_the_exact_mask(self, case: Case) -> None:
+        result, spy = spied(case, self.METHOD, 0.3)
+        assert result.stats.recomputed_tokens == round(0.3 * result.stats.chunk_tokens)
+        _, expected = scatter(case.folder, case.assembled(), case.layout.ids, rows_of(case, spy))
+        assert gap(result.logits, expected) < EXACT
+        assert gap(expected, reference_logits(case.folder, case.layout.ids)) > 1e-3, "something is still stale"
+
+    def test_twins_that_must_fail(self, case: Case) -> None:
+        """Chunks rotated to wrong positions, and rows that see their future."""
+        result, spy = spied(case, self.METHOD, 0.3)
+        rows = rows_of(case, spy)
+        _, elsewhere = scatter(case.folder, case.assembled(shift=5), case.layout.ids, rows)
+        bottom_right = case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens))
+        if case.folder.split("/")[-1] != "smollm3":  # half of its layers know no positions
+            assert gap(result.logits, elsewhere) > BROKEN
+        assert gap(result.logits, bottom_right) > BROKEN
 
 
 def rows_of(case: Case, spy: Any) -> torch.Tensor:
@@ -89,6 +121,7 @@ def test_a_store_of_half_a_prompt(case_of: Any) -> None:
         assert (result.stats.hits, result.stats.misses) == (2, 1), name
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", REUSING)
 def test_one_chunk_right_behind_the_prefix_is_exact(one_chunk: Case, name: str) -> None:
     fused = run(one_chunk, name, 0.3)

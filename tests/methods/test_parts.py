@@ -17,6 +17,7 @@ from tests.methods.spying import made, plain, run, spied
 
 
 class TestBudget:
+    @pytest.mark.some(3)
     @plain
     @pytest.mark.parametrize(("share", "ratio"), [(0.5, 0.4), (0.1, 0.4), (1.0, 0.4), (0.5, 0.9), (0.5, 0.01)])
     def test_the_share_for_chunk_starts(self, case: Case, share: float, ratio: float) -> None:

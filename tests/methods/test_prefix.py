@@ -161,6 +161,7 @@ class TestOtherMethodsBehindIt:
         warm.engine.generate(segments_of(warm), ONE, method="full")
         assert warm.engine.prefixes.stats.blocks == 0
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", REUSING)
     @pytest.mark.parametrize("primary", ["llama"], indirect=True)
     def test_fused_runs_keep_their_exact_start_alone(self, case: Case, name: str) -> None:

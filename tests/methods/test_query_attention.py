@@ -39,6 +39,7 @@ class TestQueryAttention:
         asking = torch.isin(rows, view.question)
         return torch.stack([weights[0].mean(0)[asking].mean(0) for weights in output.attentions])
 
+    @pytest.mark.some(3)
     @plain
     @pytest.mark.parametrize("layers", ["all", "last", "0+1"])
     def test_scores_are_those_of_an_eager_model(self, case: Case, layers: str) -> None:

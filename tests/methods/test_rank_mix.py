@@ -20,6 +20,7 @@ from tests.methods.spying import plain, run, same, spied
 TOKENS = Budget(grouping=Tokens())
 
 
+@pytest.mark.some(3)
 @plain
 @pytest.mark.parametrize("scorer", [AuxiliaryAttention(), QueryAttention(layers="0"), ChunkStart()])
 def test_all_the_weight_on_one(case: Case, scorer: Scorer) -> None:

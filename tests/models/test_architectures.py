@@ -220,6 +220,7 @@ class TestRopesThatDependOnLength:
         engine.generate(rag_prompt(chunks * 4), params)
         assert engine.generate(rag_prompt(chunks[:2]), params).token_ids == before.token_ids
 
+    @pytest.mark.long
     @pytest.mark.parametrize("method", ["full", "cacheclip"])
     def test_an_answer_that_crosses_the_limit(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str

@@ -38,6 +38,7 @@ class Passing:
         self.hook.remove()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize(
     ("inputs", "what"),

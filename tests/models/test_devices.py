@@ -45,6 +45,7 @@ def forget() -> Iterator[None]:
 
 
 class TestDeviceMap:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("device", ["balanced", "sequential"])
     def test_gives_the_same_answer(self, tiny_models: dict[str, str], device: str) -> None:
         answers = []
@@ -190,6 +191,7 @@ class TestAccelerator:
         assert found.logits.device.type == expected
         return found
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("primary", TINY_MODELS if HAS_CUDA else KINDS, indirect=True)
     def test_exact(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
@@ -202,6 +204,7 @@ class TestAccelerator:
         found = self.prefilled(engine, "full")
         assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("places", ["auto and cpu", "device and cpu", "cpu and device"])
     def test_models_on_two_devices(self, make: Callable[..., CacheClipEngine], device: str, places: str) -> None:
         """The auxiliary's scores choose tokens of a primary that is elsewhere."""
@@ -211,6 +214,7 @@ class TestAccelerator:
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens > 0
         assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention", "direct"])
     def test_methods_choose_and_compute_what_they_do_on_the_cpu(
         self, make: Callable[..., CacheClipEngine], method: str
@@ -239,6 +243,7 @@ class TestAccelerator:
         assert found.stats.cached_prefix_tokens > 16
         assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
 
+    @pytest.mark.long
     @pytest.mark.parametrize("codec", ["float32", "int8"])
     @pytest.mark.parametrize("method", ["cacheclip", "direct"])
     def test_long_prompts(self, make: Callable[..., CacheClipEngine], method: str, codec: str) -> None:
@@ -262,6 +267,7 @@ class TestAccelerator:
         answers = [each.generate(rag_prompt(CHUNKS), PARAMS).token_ids for each in (make(), make(device="cpu"))]
         assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_precision(self, make: Callable[..., CacheClipEngine], dtype: str) -> None:
         from cacheclip_lab.evaluation.exactness import check_exactness
@@ -329,6 +335,7 @@ class TestPretendedAccelerator:
     of_request: dict[str, Counter[str]]
     of_token: dict[str, Counter[str]]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("there", ["primary", "auxiliary"])
     def test_is_the_cpu_s_answer(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, there: str
@@ -338,6 +345,7 @@ class TestPretendedAccelerator:
             found = self.prefilled(tiny_models, "cacheclip", there)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("method", "two", "four"),
         [
@@ -367,6 +375,7 @@ class TestPretendedAccelerator:
                 assert all(m <= n <= m + o for n, m, o in zip(work, most, OF_TRANSFORMERS, strict=True)), work
                 assert self.of_token["copies"].total() == 2 and not self.of_token["stops"]
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "direct"), ("gemma3", "query_attention")])
     def test_windows_and_caps(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str

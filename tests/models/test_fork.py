@@ -15,6 +15,7 @@ from tests.store.samples import run
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
+@pytest.mark.long
 def test_is_refused_with_several_threads_and_works_with_one(tiny_models: dict[str, str], minilm: str) -> None:
     text = "The lamp burned whale oil until 1871, when it was changed to paraffin. " * 6
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic", chunk_context="prefix")

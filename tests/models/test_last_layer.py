@@ -38,6 +38,7 @@ def ids(count: int) -> torch.Tensor:
     return torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(count))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_only_the_rows_whose_logits_are_asked_for(model: str, kept: int) -> None:
     runtime, tokens = load_model(model), ids(90)

@@ -294,6 +294,7 @@ class TestFingerprint:
             memo.write_bytes(damage)
             assert fingerprint(folder) == first
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("moment", ["check_fits", "fingerprint"])
     def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         """Before they are read, and after: what was hashed may not be what was read."""

@@ -39,6 +39,7 @@ def forget() -> Any:
     unload_models()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3", "phi3-partial", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_same_logits(tiny_models: dict[str, str], name: str, dtype: str) -> None:
@@ -112,6 +113,7 @@ def test_a_load_leaves_shared_weights_unpacked(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.skipif(not packs(), reason="this processor does not multiply bfloat16")
 class TestPackedLinear:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("sizes", [(3, 5), (896, 128), (896, 4864), (576, 1000)], ids=str)
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 130])

@@ -9,6 +9,7 @@ from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.models.load import load_model, load_planning
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_the_loaded_model(primary: str, dtype: str) -> None:
     loaded, planning = load_model(primary, dtype=dtype), load_planning(primary, dtype=dtype)

@@ -103,6 +103,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("architecture", LOOKED_AT)
 def test_an_architecture_that_no_list_names_is_exact(
     architecture: str, tiny_models: dict[str, str], tmp_path: Path
@@ -262,6 +263,7 @@ def test_a_planted_mistake_is_refused(
     load_model(tiny_models["llama"], dtype=dtype)
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_is_seen_to_turn_otherwise_than_its_tiny_one_is_refused(
@@ -354,6 +356,7 @@ class TestChunkedAttention:
         expected = reference_logits(folder, case.layout.ids)
         assert fused.stats.fallback is not None and gap(fused.logits, expected) < EXACT * float(expected.abs().max())
 
+    @pytest.mark.some(3)
     @pytest.mark.usefixtures("home")
     @pytest.mark.parametrize("span", [None, 23])
     @pytest.mark.parametrize(("place", "reason"), [(structure, "see other keys"), (attention, "failed the proof")])
@@ -366,6 +369,7 @@ class TestChunkedAttention:
             load_model(folder)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4_text", "mimo_v2_flash"])
 def test_answers_that_are_decoded_together_and_long_prompts(architecture: str, tmp_path: Path) -> None:
     """Where queries and values differ in width, or layers have no KV of their own."""
@@ -390,6 +394,7 @@ def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: 
         load_model(folder)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("seed", [4, 7])
 def test_many_experts_are_taken_in_16_bits(seed: int, tmp_path: Path) -> None:
@@ -432,6 +437,7 @@ def test_a_proof_that_sees_no_wrong_positions_is_none(
 
 
 class TestVerdict:
+    @pytest.mark.long
     def test_is_kept_for_these_weights_and_versions(
         self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -478,6 +484,7 @@ class TestVerdict:
         monkeypatch.setattr(kept.transformers, "__version__", "99.0")
         assert load(first) == ["twin", "own"]
 
+    @pytest.mark.long
     def test_a_check_is_wrong_if_it_fails_for_every_seed(
         self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -499,6 +506,7 @@ class TestVerdict:
         with pytest.raises(UnsupportedModelError, match="differs from the unmodified model in moved by 1[.]"):
             load_model(tiny_models["mixtral"])
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("change", "value"),
         [("layer_devices", [torch.device("cpu", 1)]), ("is_offloaded", True), ("sources", "edited")]
@@ -518,6 +526,7 @@ class TestVerdict:
             monkeypatch.setattr(runtime, change, value)
         assert proof._memo(runtime) != memo
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         "error", [torch.OutOfMemoryError("full"), MemoryError(), RuntimeError("DefaultCPUAllocator: 1")]
     )

@@ -87,6 +87,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[Tensors], Tensors], dict[str, Any], fl
 
 
 class TestDense:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("method", PUBLISHED)
     def test_published_formats_are_exact(self, method: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
         name, change, settings, limit = PUBLISHED[method]

@@ -30,6 +30,7 @@ def by_definition(
     return torch.stack(heads, 1)[:, None]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("window", [None, 1, 4, KEYS, KEYS + 3])
 @pytest.mark.parametrize(
     "others", [{}, {"softcap": 1.5}, {"sinks": torch.linspace(-2, 3, HEADS, dtype=torch.float64)}], ids=str

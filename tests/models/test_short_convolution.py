@@ -56,6 +56,7 @@ def case(folders: Callable[[str], str], tiny_models: dict[str, str], request: py
 
 @pytest.mark.parametrize("case", MODELS, indirect=True)
 class TestExact:
+    @pytest.mark.some(3)
     def test_recomputed_in_full(self, case: Case) -> None:
         segments = [span.segment for span in case.layout.spans]
         expected = reference_logits(case.folder, case.layout.ids)
@@ -63,6 +64,7 @@ class TestExact:
         assert fused.stats.fallback is None and fused.stats.hits == 3
         assert gap(fused.logits, expected) < EXACT * float(expected.abs().max()) < gap(direct.logits, expected)
 
+    @pytest.mark.some(3)
     def test_scattered_rows(self, case: Case) -> None:
         """One by one, in order, in the KV of other texts."""
         rows = case.rows(0.15)
@@ -75,6 +77,7 @@ class TestExact:
         for layer, other in zip(together.layers, alone.layers, strict=True):
             assert gap(layer.keys, other.keys) < EXACT * float(other.keys.abs().max())
 
+    @pytest.mark.some(3)
     def test_in_two_parts_and_decoded(self, case: Case) -> None:
         ids, runtime = case.layout.ids, case.runtime
         cache = runtime.new_cache(8)  # it grows
@@ -90,6 +93,7 @@ class TestExact:
         for step, alone in zip(steps, (expected, logits[1]), strict=True):
             assert gap(step, alone) < EXACT * float(alone.abs().max())
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("num_context", [0, 1, 9])
     def test_chunks_of_a_batch(self, case: Case, num_context: int) -> None:
         """A first token sees the end of its own context, and nothing of the chunk that lies before."""
@@ -163,6 +167,7 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_refused(
     folders: Callable[[str], str], mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

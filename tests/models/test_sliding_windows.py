@@ -32,6 +32,7 @@ def window_of(runtime: Any) -> int:
     return int(runtime.model.config.sliding_window)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("more", [-1, 0, 1, 2])
 def test_prefill_at_the_border(sliding: str, more: int) -> None:
     runtime = load_model(sliding)

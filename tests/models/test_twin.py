@@ -116,6 +116,7 @@ def tokenizer() -> Any:
     return make_tokenizer(400)
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("home")
 @some_of(5, planted=_planted())
 def test_a_mistake_is_refused_in_16_bits(
@@ -144,6 +145,7 @@ def test_one_that_its_own_weights_do_not_show_is_refused(
         load_model(folder, dtype="bfloat16")
 
 
+@pytest.mark.some(2)
 @some_of(13, name=[*verdicts()["exact"], *verdicts()["recurrent"]], dtype=["float32"])
 def test_a_class_of_the_documentation_is_exact(name: str, dtype: str, home: Path, tmp_path: Path) -> None:
     skip_unless_known(name)

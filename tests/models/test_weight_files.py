@@ -133,6 +133,7 @@ class TestAllTensorsAreThere:
         with pytest.raises(ModelError, match=r"which lack model\.layers\.1\.mlp\.up_proj"):
             load_planning(folder)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("lost", "words"),
         [
@@ -213,6 +214,7 @@ class TestEmbeddingModel:
 
 
 class TestFilesMayChange:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_running_engine_keeps_its_weights(
         self, tiny_models: dict[str, str], folder: Path, tmp_path: Path, dtype: str

@@ -90,6 +90,7 @@ def correcting(plan: FusionPlan, stored: StoredInterval, split: Any, number: int
 
 
 class TestEqualToTheEngine:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", METHODS)
     def test_with_every_method(self, made: dict[str, Any], name: str) -> None:
         method = method_of(name)
@@ -120,6 +121,7 @@ class TestParts:
 
     PROMPT = f"Read.\n\n{CHUNKS[0][60:]}\n\n> {CHUNKS[2][:-50]}\n{CHUNKS[1]}\n\n{CHUNKS[3][40:-40]}\n\nWho keeps it?"
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", METHODS)
     def test_carried_out_from_json(self, made: dict[str, Any], name: str) -> None:
         method = method_of(name)
@@ -154,6 +156,7 @@ class TestPlan:
         assert again == fusion and again.digest == fusion.digest
         assert replace(fusion, correction=0.25).digest != fusion.digest
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("changed", "what"),
         [
@@ -214,6 +217,7 @@ class TestReader:
             StoreReader(tmp_path, "default").get(key, codec="float32")
         assert copy.exists(), "a reader removes nothing"
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
     @pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(2, 4)], ids=str)
     def test_reads_some_heads_alone(

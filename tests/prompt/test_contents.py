@@ -112,6 +112,7 @@ def index(chunks: list[str]) -> TextIndex:
     return found
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("text", ["", "harmless", EVIL, "two\n\nlines ", '"\\', "é\u2063", "\U000f0000 \U00100001"])
 def test_the_prompt_is_what_the_template_makes_of_the_real_contents(
@@ -290,6 +291,7 @@ ALTERNATING = (
 """As templates of Mistral, Gemma and Qwen 3.5."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("roles", "expected"),
     [
@@ -334,6 +336,7 @@ GEMMA = (
 DROPPING = GEMMA.replace("{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("template", [GEMMA, DROPPING], ids=["refuses", "drops"])
 @pytest.mark.parametrize(
     ("roles", "first"), [("su", "01"), ("suau", "01"), ("suuau", "012"), ("ssu", "012"), ("uasu", "20")]

@@ -65,6 +65,7 @@ def test_pieces_of_several_texts() -> None:
     assert share_of([*spans((0, 30), (20, 50))]) == 0.5
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("prompt", "strict"),
     [

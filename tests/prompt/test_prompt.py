@@ -107,6 +107,7 @@ class TestChat:
         segments = segment_chat([*user(chunks[0]), *user(chunks[1])], plain, index, verbatim=(chunks[0],))
         assert segments == [Fresh(chunks[0]), Chunk(chunks[1])]
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("messages", "match"),
         [

@@ -95,6 +95,7 @@ class TestReader:
         assert read(said) == (f"So. {CALL}", "Twelve.")
         assert calls_in(said) == (said, [])
 
+    @pytest.mark.some(3)
     @PAIRS
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
@@ -130,6 +131,7 @@ class TestUnopened:
         ("opening", "closing"), [each for each in REASONING_MARKERS if each[1] != "<|end|>"]
     )
 
+    @pytest.mark.some(5)
     @PAIRS
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
@@ -289,6 +291,7 @@ class TestStopStrings:
 
 
 class TestCalls:
+    @pytest.mark.some(3)
     @PAIRS
     @pytest.mark.parametrize("before", ["", "Let me see.\n"])
     def test_in_reasoning_there_are_none(self, opening: str, closing: str, before: str) -> None:
@@ -296,6 +299,7 @@ class TestCalls:
         assert calls_in(text) == (text, [])
         assert calls_in(f"{text}\n{CALL}") == (f"{text}\n", ["f"])
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize(
         "shown",
         [

@@ -38,6 +38,7 @@ def furthest(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list
     return [float((a - b).abs().max()) for a, b in zip(one, other, strict=True)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("behind", [True, False], ids=["context", "alone"])
 def test_batched_equals_single(runtime: ModelRuntime, behind: bool) -> None:
     chunks, context = ids_of(runtime), context_of(runtime) if behind else None
@@ -66,6 +67,7 @@ def blind(firsts: Sequence[int], lengths: Sequence[int], start: int, device: tor
     return [Block.of(block.rows, block.keys, (block.positions.cpu() - 1).clamp(min=0), device) for block in right]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrong", [shifted, blind])
 def test_a_wrong_block_is_seen(runtime: ModelRuntime, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: without it, a comparison that compares nothing would pass."""

@@ -149,6 +149,7 @@ def as_transformers(runtime: ModelRuntime, messages: list[dict[str, Any]], tools
 
 
 class TestHostile:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("name", HOSTILE)
     def test_is_stopped(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", HOSTILE[name])
@@ -191,6 +192,7 @@ class TestHostile:
 
 
 class TestOthers:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("chat", CHATS)
     @pytest.mark.parametrize("name", PLAIN)
     def test_are_rendered_as_transformers_does(

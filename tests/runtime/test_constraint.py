@@ -48,6 +48,7 @@ KEYS = (
 )
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("key", KEYS)
 def test_null_in_a_schema_is_as_nothing(grammars: Grammars, key: str) -> None:
     """Typed clients send it for what they leave out."""
@@ -58,6 +59,7 @@ def test_null_in_a_schema_is_as_nothing(grammars: Grammars, key: str) -> None:
         assert taken(grammars, '{"a": "x", "b": 1}', whole) == '{"a": "x", "b":'
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
 @pytest.mark.parametrize("separators", [None, (",", ":"), (", ", ":"), (" , ", " : ")])
 def test_json_may_be_written_in_any_way(grammars: Grammars, indent: Any, separators: Any) -> None:
@@ -65,6 +67,7 @@ def test_json_may_be_written_in_any_way(grammars: Grammars, indent: Any, separat
     assert taken(grammars, text) == text
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("blank", [" ", "\n", " \n", "\n ", "\n\t"])
 @pytest.mark.parametrize("place", ['{X"items": []}', '{"items":X[]}', '{"items": [X]}', '{"items": ["a"X, "b"]}'])
 def test_a_run_of_white_space_ends(grammars: Grammars, blank: str, place: str) -> None:

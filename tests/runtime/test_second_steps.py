@@ -60,6 +60,7 @@ def fail_in_python() -> None:
 
 
 class TestRelease:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("method", ["cacheclip", "prefix"])
     @pytest.mark.parametrize("number", [1, 2, -1], ids=["first copy", "second copy", "last copy"])
     def test_while_kv_is_copied(
@@ -102,6 +103,7 @@ class TestRelease:
 
 
 class TestCopiesThatFail:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("error", [fail, fail_in_python])
     @pytest.mark.parametrize("method", ["cacheclip", "prefix"])
     def test_cost_no_answer(

@@ -233,6 +233,7 @@ def compare_on_varied_texts(tokenizer: Any) -> None:
 
 
 class TestThreads:
+    @pytest.mark.long
     def test_a_long_text_does_not_hold_up_others(self, tiny_models: dict[str, str]) -> None:
         runtime = load_model(tiny_models["llama"])
         text = "".join(f"{number} lamps. " for number in range(50_000))

@@ -96,6 +96,7 @@ class TestParts:
             for start, stop in tokens.offsets
         ]
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("lost", [False, True])
     @pytest.mark.parametrize("numbers", [[1], [2], [0, 2], [2, 1]])
     def test_a_part_has_the_scores_of_its_own_tokens(

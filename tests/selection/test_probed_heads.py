@@ -81,6 +81,7 @@ def with_all_heads(heads: HeadSet, num_heads: int) -> HeadSet:
     return HeadSet(heads.auxiliary_sha256, every, found, heads.sinks)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["weighted", "equal"])
 @pytest.mark.parametrize("name", ["auxiliary", "qwen2", "gemma2", "gpt-oss"])
 def test_scores_are_those_of_all_heads(

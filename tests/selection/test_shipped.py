@@ -60,6 +60,7 @@ def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
     assert heads.auxiliary_sha256 == weights_digest(runtime.fingerprint)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("rope_theta", "same"), [(100000, True), (10000, False)], ids=["SmolLM2", "SmolLM"])
 def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
@@ -157,6 +158,7 @@ class TestOtherWeights:
         planner.warm_up()
         assert planner.plan(rag_prompt(CHUNKS)).fusion is not None
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("spec", "vocab_size"),
         [

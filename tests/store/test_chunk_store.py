@@ -209,6 +209,7 @@ class TestEviction:
             with pytest.raises(ConfigurationError, match="max_bytes"):
                 refused()
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("entries", [None, 4])
     def test_threads(self, kind: Kind, entries: int | None) -> None:
         """Whatever a thread reads under a key is that key's KV, whole."""
@@ -343,6 +344,7 @@ class TestTenants:
         ours.chunk_store.set_quota("t", None)
         assert ours.put(key(1), kv(1, 600), "float32")
 
+    @pytest.mark.some(3)
     def test_a_flood_evicts_none_of_the_others(self, kind: Kind) -> None:
         """Twenty tenants under one limit: who holds most loses first, whoever was used least recently."""
         store = kind.open(100 * kind.bytes_of()).chunk_store

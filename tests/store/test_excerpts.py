@@ -197,6 +197,7 @@ TEXTS: dict[str, Callable[[random.Random], str]] = {
 
 
 class TestFewCharactersAToken:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", TEXTS)
     def test_every_part_of_32_small_tokens(self, kind: str) -> None:
         """A token is at least a digit, a sign, two and a half letters, or half of a Chinese character."""

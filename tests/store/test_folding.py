@@ -118,6 +118,7 @@ def test_texts_that_look_different_are_two(one: str, other: str) -> None:
     assert seen(one) != seen(other)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_each_byte_names_its_characters(language: str) -> None:
     """What stands there shows the byte, and what is between two bytes' characters shows nothing."""

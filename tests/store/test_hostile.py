@@ -107,6 +107,7 @@ def use_everything(folder: Path) -> None:
 
 
 class TestLinks:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("place", PLACES)
     def test_in_place_of_a_folder(self, folder: Path, outside: Path, place: str) -> None:
         """Whatever is done, nothing beside the store is read as a payload, written or deleted."""
@@ -218,6 +219,7 @@ class TestLinks:
 
 
 class TestNoFiles:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         "place",
         [
@@ -231,6 +233,7 @@ class TestNoFiles:
         kind(folder / place)
         use_everything(folder)
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.write_bytes(b"x")])
     def test_in_place_of_a_folder(self, folder: Path, place: str, kind: Callable[[Any], None]) -> None:
@@ -272,6 +275,7 @@ SCHEMAS = {
 
 
 class TestCatalogs:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
     def test_of_another_schema_are_refused_and_made_anew(self, folder: Path, schema: str) -> None:
         """Before any statement of theirs runs; reading goes on without them."""
@@ -282,6 +286,7 @@ class TestCatalogs:
             put(store, 3)
         assert repair(folder).entries == 2 and verify(folder).is_clean
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("writer", ["../../x", "/etc/x", "**", "*", "..", "", "\x00", "?" * 32, "[0-9a-f]" * 4])
     def test_names_of_writers_are_compared_only(self, folder: Path, tmp_path: Path, writer: str) -> None:
         beside = [tmp_path / "x-1", folder / "x-1", tmp_path / "x", folder / "tmp" / "x-1"]
@@ -300,6 +305,7 @@ class TestCatalogs:
         assert repair(folder).entries == 2
         assert all(path.exists() for path in beside[:3]) and intact(folder)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "x" * 5000, "\x00", "A" * 64, "*" * 64])
     def test_names_of_entries_are_no_paths(self, folder: Path, tmp_path: Path, name: str) -> None:
         (tmp_path / "x.kv").write_bytes(b"precious")
@@ -347,6 +353,7 @@ class TestCatalogs:
         (entries, writes), last = left
         assert entries > 1000 and writes > 1000 and last == (2, 0)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("size", [10**7, 3 * 10**7])
     def test_texts_that_grow_without_end(self, folder: Path, size: int) -> None:
         """A text of a gigabyte in a megabyte."""
@@ -373,6 +380,7 @@ def intact(folder: Path) -> bool:
 class TestShapes:
     """Whoever can write to the store can write right checksums, too."""
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "shape", [(2, 2, 2, 5, 4), (2, 2, 2, 3, 4), (1, 2, 2, 4, 4), (2, 2, 1, 4, 8), (2, 2, 2, 4, 8)]
     )
@@ -387,6 +395,7 @@ class TestShapes:
         assert store.get(key(1), shape=wanted[key(1)]) is None and not path_of(folder, 1).exists()
         assert store.get(key(2), shape=(2, 2, 2, 4, 4)) is not None
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
     @pytest.mark.parametrize("of", ["shorter", "wider", "fewer layers"])
     def test_an_engine_answers_as_without_it(self, tmp_path: Path, of: str, memory_bytes: int) -> None:

@@ -47,6 +47,7 @@ def stopped(pids: list[int]) -> None:
 
 
 class TestManyWriters:
+    @pytest.mark.long
     def test_the_disk_never_holds_more_than_the_limit(self, folder: Path) -> None:
         """Four processes, whose writes alone would fill the store twice. They are halted for each look."""
         limit = 40 * BLOCK
@@ -346,6 +347,7 @@ class TestSharing:
         put(one, 3)
         assert is_intact(other, 1) and other.get(key(2)) is None
 
+    @pytest.mark.long
     def test_opened_by_many_at_once(self, folder: Path) -> None:
         """Nobody mistakes a catalog that another process is just making for one of another version."""
         with workers(folder) as processes:

@@ -28,6 +28,7 @@ LIMITS: list[tuple[str, int | None, int | None, bool]] = [
 """Quota and limit, 2: above a large entry; 1: below it. Whether it is stored."""
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("medium", ["memory", "disk"])
 @pytest.mark.parametrize(("quota", "limit", "fits"), [row[1:] for row in LIMITS], ids=[row[0] for row in LIMITS])
 def test_what_is_too_large_is_not_stored_and_costs_nobody_anything(
@@ -48,6 +49,7 @@ def test_what_is_too_large_is_not_stored_and_costs_nobody_anything(
     assert (key(1) in ours) is fits
 
 
+@pytest.mark.long
 def test_any_quotas_limits_and_sizes(tmp_path: Path) -> None:
     sizes = {tokens: blocks(tokens) for tokens in (4, 300, 600, 900)}
     for seed in range(25):

@@ -177,6 +177,7 @@ def check(folder: Path, store: TenantStore, operation: Operation, for_good: bool
     assert not left, left
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "for_good"), [*((name, False) for name in OPERATIONS), *((name, True) for name in ("put", "release"))]
 )

@@ -228,6 +228,7 @@ class TestProperties:
                 assert found(one, "|".join(pool)) == [t for t in pool if t in present]
         assert found(one, "|".join(pool)) == [t for t in pool if t in present]
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("alphabet", ["a", "ab", "a\U0001f5fc\udcff", "abcdefghijklmnopqrstuvwxyz "])
     @pytest.mark.parametrize("longest", [40, 700])
     def test_overlapping_and_nested_texts(
@@ -262,6 +263,7 @@ class CountingDatabase(Database):
 
 
 class TestManyTexts:
+    @pytest.mark.long
     @pytest.mark.parametrize("head", ["", "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8])
     def test_a_search_reads_few_rows(self, head: str) -> None:
         """Also if all texts have the same start: rows of texts that are not in the prompt stay in the file."""
@@ -292,6 +294,7 @@ class TestHostileTexts:
         monkeypatch.setattr(search, "text_digest", counting)
         return made
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("texts_of", [RUNS, DIFFERENT_MIDDLES], ids=["runs", "middles"])
     def test_a_search_with_too_many_pairs_stops(
         self, texts_of: list[str], digests: list[str], caplog: pytest.LogCaptureFixture

@@ -104,6 +104,7 @@ class TestFaults:
         store = opened(folder)
         assert all(is_intact(store, number) for number in NUMBERS) and totals_are_right(store)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     @pytest.mark.parametrize("call", ["open", "read", "stat"])
     def test_are_reported(self, folder: Path, error: Callable[[], BaseException], call: str) -> None:
@@ -122,6 +123,7 @@ class TestFaults:
         assert not list(folder.glob("*.damaged"))
         assert opened(folder).catalog.sources.texts("t") == ["a text"]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     @pytest.mark.parametrize("name", ["catalog.sqlite3", "library.sqlite3"])
     def test_of_a_database_that_sqlite_calls_damaged_do_not_move_it(

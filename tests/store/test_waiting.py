@@ -76,6 +76,7 @@ def prompt(*numbers: int) -> str:
 
 
 class TestAnswers:
+    @pytest.mark.some(2)
     def test_of_a_new_process(
         self, tmp_path: Path, hold: Callable[[Path], Any], waited: list[float], request: pytest.FixtureRequest
     ) -> None:
@@ -98,6 +99,7 @@ put(store, 6)
                 assert answer.stats.hits == 2
             asked.close()
 
+    @pytest.mark.some(2)
     def test_of_a_process_in_use(
         self, tmp_path: Path, hold: Callable[[Path], Any], waited: list[float], request: pytest.FixtureRequest
     ) -> None:

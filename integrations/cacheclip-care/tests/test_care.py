@@ -202,6 +202,7 @@ def test_entries_are_those_of_before(folder: Path) -> None:
 class TestWhatSomethingElseWrote:
     """SQLite lets any value into any column, and a folder may hold anything."""
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         "change",
         [
@@ -395,6 +396,7 @@ def test_what_is_written_after_its_tenant_was_dropped_outlives_an_older_write(fo
     assert found is not None and found.codec == "bfloat16" and verify(folder).is_clean
 
 
+@pytest.mark.long
 def test_many_entries_go_in_batches(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     put(store, *range(600), tokens=1)
@@ -437,6 +439,7 @@ def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> Non
 
 
 class TestFlippedBits:
+    @pytest.mark.long
     def test_in_names_of_the_catalog(self, folder: Path) -> None:
         """Text that is no UTF-8 any more: a repair ends, and nothing is wrong afterwards."""
         opened(folder).close()
@@ -458,6 +461,7 @@ class TestFlippedBits:
             left = verify(folder)
             assert left.is_clean and intact(folder, 1, 2, 3, 4, 5), (place, left)
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         "change",
         [

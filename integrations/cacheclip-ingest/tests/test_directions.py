@@ -80,12 +80,14 @@ def read(folder: Path, commands: str, font: str = "/F2") -> DocumentText:
 
 
 class TestDirections:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("said", "shown"), GUESSED)
     def test_what_may_be_read_otherwise_is_noted(self, tmp_path: Path, said: str, shown: str) -> None:
         text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj ET")
         assert (text, len(text.notes)) == (f"Lease.\n{said}", 1)
         assert text.notes[0] == "page 1 of 1 with text in two directions, whose order may be wrong."
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("said", "shown"), READ_AND_SHOWN)
     def test_each_line_for_itself(self, tmp_path: Path, said: str, shown: str) -> None:
         text = read(tmp_path, f"BT /F2 12 Tf 14 TL 72 600 Td <{shown}> Tj T* <{HEBREW[::-1]}> Tj T* <{shown}> ' ET")
@@ -114,6 +116,7 @@ class TestDirections:
         text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{MORE[::-1]} 1847 {HEBREW[::-1]}> Tj ET")
         assert text.endswith(" more") and "page 1 of 1 with text in two directions" in text.notes[0]
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         "line",
         [

@@ -19,6 +19,7 @@ OPEN = "<!-- <!--> <!--x> <![CDATA[ </ </a <a <a=' <? <!DOCTYPE <!x <script <sty
 
 
 class TestPages:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize(
         "each", [*OPEN, '<a b="', "<a b=' ", "<a " + "=" * 9, "<a / ", "<script>//</", "<<", "&#", "&"]
     )
@@ -63,6 +64,7 @@ class TestPages:
         assert bool(text.notes) == bool(num_open)
         assert all(f"its last {num_open} characters" in note for note in text.notes)
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         ("page", "shown"),
         [
@@ -116,6 +118,7 @@ class TestTexts:
     def test_comments(self, each: str, end: str) -> None:
         assert without_comments(each * (SIZE // len(each)) + end).startswith("" if each == "<!--" else each)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("each", [" ", "\t", "-", "|-", "| -", ">", ":-", "- "])
     @pytest.mark.parametrize("start", ["", "-", "|-|"])
     def test_rules_of_tables(self, start: str, each: str) -> None:
@@ -148,6 +151,7 @@ class _Counter:
 
 
 class TestPassages:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("each", ["x", ">", "a b. ", "\u6e2f", "*a ", "|a", "-"])
     @pytest.mark.parametrize(
         ("kind", "start"),

@@ -75,6 +75,7 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
 
 
+@pytest.mark.long
 def test_ask_gives_the_chat_template_its_variables(
     cacheclip: Any, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_ask_gives_the_chat_template_its_variables(
     assert cacheclip(*ask, "--json").json["reasoning"] == "So." and given[1:] == [{}]
 
 
+@pytest.mark.long
 def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
     ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "16", "--method", "direct")
     full = cacheclip(*ask[:-1], "full", "--json").json["answer"]
@@ -113,6 +115,7 @@ def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
     assert "full prefill's own" not in cacheclip(*ask).out
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -143,6 +146,7 @@ def test_models_in_the_present_folder_are_kept_by_their_absolute_paths(
     assert given_settings({"primary": "gone/model"}) == {"primary": "gone/model"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strict", [False, True])
 def test_notes_on_documents_are_said_and_count_if_strict(
     cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], strict: bool
@@ -188,6 +192,7 @@ def test_a_run_that_finds_nothing_ends_with_one(cacheclip: Any, stored: Path, tm
     assert cacheclip("ingest", tmp_path / "other", stored.parent / "corpus", "--store", stored).code == 0
 
 
+@pytest.mark.long
 def test_a_limit_too_small_for_a_run_is_said_before_and_after(
     cacheclip: Any, stored: Path, models: list[str], tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ class TestDamagedPassage:
         library.replace("a.txt", "digest", [f"Passage {n} of a.txt." for n in range(3)], vectors(0, 1, 2))
         assert library.damaged() == {} and library.search(vectors(1), 1)[0].text == "Passage 1 of a.txt."
 
+    @pytest.mark.some(3)
     def test_repair_removes_the_document_and_nothing_else(self, folder: Path, damage: str) -> None:
         assert check_library(folder) == []
         sql, arguments = DAMAGE[damage]

@@ -22,6 +22,7 @@ def full() -> StoreError:
     return StoreError("the disk is full")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("error", [full, KeyboardInterrupt])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_documents_lose_is_released_in_the_end(

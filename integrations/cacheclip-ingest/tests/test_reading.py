@@ -235,6 +235,7 @@ class TestDataInText:
         assert (shown in found, len(found.notes)) == (True, bool(said)) and said in " ".join(found.notes)
         assert not read(tmp_path, "a.txt", f"The boiler. {shown}").notes, "of a text, readers see the same"
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         "text",
         [
@@ -483,6 +484,7 @@ class TestHtml:
         hidden = read(tmp_path, "a.html", f"<p>The boiler.</p><div hidden>{shown}</div>")
         assert "embedded" not in " ".join(hidden.notes)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("page", "said"),
         [

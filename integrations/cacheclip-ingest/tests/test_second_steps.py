@@ -46,6 +46,7 @@ def is_found(shop: Workshop, passage: str) -> bool:
     return shop.engine.is_stored(passage) and (text_row(passage) is None or shop.engine.texts.index.known(passage))
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("owner", "name", "at"), STEPS, ids=[f"{name}-{at}" for _, name, at in STEPS])
 def test_a_second_run_does_the_rest(
     shop: Workshop, owner: Callable[[Workshop], Any], name: str, at: int, monkeypatch: pytest.MonkeyPatch

@@ -211,6 +211,7 @@ class TestJob:
         with pytest.raises(DocumentError, match="no documents in s3://"):
             ingest_shared([root], config, settings)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", ["a#1/b ?.txt", "100%/a%20b.txt", "a&b=c+d.md", "\U0001f389 \u00fc.txt"])
     def test_names_of_documents_mean_nothing_in_urls(
         self, config: EngineConfig, settings: LibrarySettings, name: str
@@ -247,6 +248,7 @@ class TestJob:
         report = ingest_shared([root], config, settings)
         assert report.removed == 2 and report.failed == [] and f"{root}/a.txt is empty" in str(report.skipped)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("confirmed", [True, False])
     def test_a_listing_that_fails_half_way(
         self,
@@ -369,6 +371,7 @@ class TestJob:
         report = ingest_shared(given, config, settings)  # now of all
         assert report.computed == len({row["text"] for row in rows}) - len(used)
 
+    @pytest.mark.long
     def test_a_tenant_keeps_to_its_quota(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -411,6 +414,7 @@ def settings_of(settings: LibrarySettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in LibrarySettings.__dataclass_fields__}
 
 
+@pytest.mark.long
 def test_the_commands(config: EngineConfig, documents: Path) -> None:
     """What a stranger types."""
     runner, url = typer.testing.CliRunner(), f"{config.store}-anew"

@@ -143,6 +143,7 @@ def names_of(problems: Sequence[dict[str, str]]) -> list[str]:
 class TestWhatCannotBeLookedAt:
     """It is a failure, its documents stay, and the others are ingested."""
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         ("function", "name", "failed", "code"),
         [
@@ -229,6 +230,7 @@ class TestDocumentsThatAreTakenBack:
             assert each.failed == [] and names_of(each.skipped) == ["a.md"] and each.unchanged == 1
         assert again.removed == 0
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("name", "after", "note"),
         [
@@ -284,6 +286,7 @@ class TestDocumentsThatAreTakenBack:
         assert report.removed == report.added == (1 if moved == "sub" else 2) and report.unconfirmed == []
         assert len(door.texts()) == 2 and report.computed == 0
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("link", "file"), [("a_link.md", "sub/b.md"), ("0.md", "notes.log"), ("sub/0.md", "a.md")])
     def test_a_link_beside_its_file(self, door: Door, link: str, file: str) -> None:
         """The file is read, and its text is never an old one."""
@@ -324,6 +327,7 @@ class TestMostIsGone:
         report = door.run(door.documents, other)
         assert (report.added, report.removed, len(report.unconfirmed)) == (1, 0, 3) and len(door.texts()) == 7
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("by_name", [False, True])
     def test_several_that_were_emptied(self, door: Door, by_name: bool) -> None:
         """A disk was full while they were written."""
@@ -430,6 +434,7 @@ class TestWhatIsLeftOut:
             file.unlink()
         assert door.run().removed == 2
 
+    @pytest.mark.some(2)
     def test_a_document_that_no_model_takes_stops_no_other(self, door: Door) -> None:
         door.write("long.md", "word " * 5000)
         planned, report = (door.run(dry=dry, chunk_tokens=6000) for dry in (True, False))
@@ -461,6 +466,7 @@ class TestRemoval:
             assert (text in door.texts().values()) == is_stored
             engine.close()
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("documents", "under", "error"),
         [

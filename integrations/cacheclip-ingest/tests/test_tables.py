@@ -34,6 +34,7 @@ def check(passages: list[str], header: str, table: str, tokenizer: Any, most: in
     assert [row for row in found if row in table.splitlines()] == table.splitlines()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [128, 512])
 @pytest.mark.parametrize(
     "before", ["", "# Berths\n\n", "A long introduction to it. " * 90 + "\n\n", "```\na | b\n```\n\n"]

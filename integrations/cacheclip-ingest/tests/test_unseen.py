@@ -108,11 +108,13 @@ class TestDrawn:
 
         return read(folder, change)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("reason", "commands"), [(reason, each) for reason in HIDDEN for each in HIDDEN[reason]])
     def test_what_is_not_seen(self, tmp_path: Path, reason: Unseen, commands: bytes) -> None:
         text = self.read(tmp_path, commands)
         assert text == "Lease." and text.notes == (f"page 1 of 1 with hidden parts, which are left out ({reason}).",)
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("commands", SEEN)
     def test_what_is_seen(self, tmp_path: Path, commands: bytes) -> None:
         text = self.read(tmp_path, commands)
@@ -205,6 +207,7 @@ LAYERS = {
 
 
 class TestLayers:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", LAYERS)
     @pytest.mark.parametrize("inner", [b"", b"/Span <</X 1>> BDC EMC /Artifact BMC EMC ", b"/OC /On BDC EMC "])
     def test_text(self, tmp_path: Path, name: str, inner: bytes) -> None:
@@ -442,6 +445,7 @@ SHOWN = [
 
 
 class TestPages:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("reason", "part"), [(reason, each) for reason in PAGES for each in PAGES[reason]])
     def test_what_is_not_seen(self, reason: Unseen, part: str) -> None:
         text = html_text(f"<p>Lease.</p>{part}")
@@ -450,6 +454,7 @@ class TestPages:
             rf"\d hidden part\(s\) were left out \({reason}\)\.", text.notes[0]
         )
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("part", SHOWN)
     def test_what_is_seen(self, part: str) -> None:
         text = html_text(f"<p>Lease.</p>{part}")

@@ -142,6 +142,7 @@ class TestOpenAI:
         "vLLM's": {"return_token_ids": False, "priority": 1, "bad_words": [], "stop_token_ids": [], "min_tokens": 0},
     }
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", HARMLESS)
     def test_harmless_fields_are_ignored(self, served: Served, client: OpenAI, kind: str) -> None:
         """And counted, under names that no client makes up."""
@@ -156,6 +157,7 @@ class TestOpenAI:
         counted = served.client.get("/metrics").text
         assert 'field="other"' in counted and '{field="x"' not in counted
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("options", "count"), [({}, 0), ({"temperature": 1.5, "seed": 7, "top_k": 3}, 3)])
     def test_logprobs(self, served: Served, client: OpenAI, options: dict[str, Any], count: int) -> None:
         """As one full prefill of prompt and answer has them, whatever the sampling."""

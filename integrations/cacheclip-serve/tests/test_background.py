@@ -109,6 +109,7 @@ def busy() -> Iterator[Served]:
         yield found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_by_their_prompts(busy: Served, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content, fields, behind = KNOWN[case]

@@ -68,6 +68,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", LARGE)
 def test_what_is_too_much(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything is read for its turn, streamed and whole."""

@@ -22,6 +22,7 @@ from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError
 from cacheclip_rag.cli import app
 
 
+@pytest.mark.long
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
     options = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--port", "0", "--json"]
     program = "from cacheclip_rag.cli import main; main()"
@@ -81,6 +82,7 @@ def test_it_refuses_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

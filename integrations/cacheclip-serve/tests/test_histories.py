@@ -221,6 +221,7 @@ class TestAnswers:
 OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -365,6 +366,7 @@ def test_marks_for_caches_in_tools() -> None:
 HALF = "x\ud83d"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "old",
     [

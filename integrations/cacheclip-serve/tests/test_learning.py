@@ -65,6 +65,7 @@ BORDERS: dict[str, Callable[[str, str, str], Any]] = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("size", [64, 100, 300])
 def test_what_recurs_is_cut_at_the_border_where_the_prompts_part(learner: Learner, border: str, size: int) -> None:
@@ -323,6 +324,7 @@ def test_a_server_learns_unless_it_must_not(learned_bytes: int) -> None:
     backend.close()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_learns_although_its_parent_was_learning() -> None:
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, words(0)], capture_output=True, text=True)

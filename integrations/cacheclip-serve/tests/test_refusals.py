@@ -144,6 +144,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", CHATS)
 def test_of_a_chat(served: Served, name: str) -> None:
     body, param, words = CHATS[name]
@@ -184,6 +185,7 @@ def test_of_a_completion(served: Served, body: dict[str, Any], param: str) -> No
     assert response.status_code == 400 and response.json()["error"]["param"] == param
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "body",
     [

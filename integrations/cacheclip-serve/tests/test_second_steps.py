@@ -78,6 +78,7 @@ def test_a_prompt_of_several(small: Served, fails: int, monkeypatch: pytest.Monk
     assert texts(complete(small, PROMPTS)) == right and len(right) == len(PROMPTS)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("step", ["decode_step", "decode_ids"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("stream", [False, True])

@@ -366,6 +366,7 @@ def named_files(scene: Scene, name: str, otherwise: str) -> list[str]:
         return [otherwise]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("first", range(0, MUTATIONS, len(DAMAGED)))
 def test_whatever_one_tenant_has_stops_no_other_one(first: int, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Whose texts are lost is named."""
@@ -400,6 +401,7 @@ def erasure(number: int) -> Removal:
 MENDED = [("add", path) for path in PATHS[:4]] + [("remove", path) for path in PATHS[:8]]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("action", "path"), [*(("add", path) for path in PATHS), *MENDED[4:]])
 def test_a_log_names_files_of_its_own_folder_only(scene: Scene, path: str, action: str) -> None:
     """Nothing else is read or deleted by those who may do so."""
@@ -463,6 +465,7 @@ def test_a_log_that_is_lost_is_no_empty_table(scene: Scene, kind: str) -> None:
     machine.close()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["missing", "damaged pages", "damaged footer", "no text", "a far time", "kv"])
 def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
     scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
@@ -603,6 +606,7 @@ def test_the_command_shows_what_was_done_for_the_others(
         assert command != "verify" or found["payloads"] >= 2 * len(DAMAGED)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("file", ["catalog/_delta_log/*.json", "catalog/*.parquet", "quota.json"])
 def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(scene: Scene, file: str) -> None:
     for name in DAMAGED:

@@ -106,6 +106,7 @@ class TestCopies:
         assert {name for name in left if folder in name} == {name for name in names if folder in name}
         assert len(left) == len(names) - len(CHUNKS), "the shared prefix stays"
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("erases_with_hot", [True, False])
     def test_erasure_reaches_copies_that_others_made(
         self,
@@ -169,6 +170,7 @@ class TestCopies:
         written()
         assert len(client.keys(f"*{key}*")) == 1
 
+    @pytest.mark.long
     def test_a_profile_measures_both_and_leaves_nothing(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
         one = machine(store=hot_url)
         one.precompute(CHUNKS)
@@ -194,6 +196,7 @@ class TestCopies:
             client.config_set("maxmemory", 0)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["gone", "silent", "never there"])
 def test_without_the_server_answers_go_on(
     machine: Machine,  # noqa: F811

@@ -76,6 +76,7 @@ class TestMachines:
         assert len(other.texts.index.find(rag_prompt(CHUNKS))) == len(CHUNKS)
         assert len(other.texts.index.find(rag_prompt([CHUNKS[0][20:]]))) == 1
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("sees", ["poll", "another process's poll", "new copy"])
     def test_what_another_machine_erases_leaves_memory(
         self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str
@@ -133,6 +134,7 @@ class TestMachines:
         shared(one).poll()
         assert hits(one) == len(CHUNKS)
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", ["no database", "pages", "another version"])
     def test_a_copy_that_is_damaged_is_made_anew(self, machine: Machine, kind: str) -> None:
         one = machine()
@@ -169,6 +171,7 @@ class TestMachines:
             for table in ("texts", "contents", "sources", "rows"):
                 assert copy.execute(f"SELECT * FROM {table}").fetchall() == [], table
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("released", ["while it is answered", "before the commit"])
     def test_what_another_machine_releases_is_not_stored_again(self, machine: Machine, released: str) -> None:
         """By an answer that found the text, but not its KV."""
@@ -199,6 +202,7 @@ class TestMachines:
         shared(one).poll()
         assert one.texts.sources() == [] and not one.store.holds_text(CHUNKS[0])
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", ["rows", "file", "columns"])
     def test_what_somebody_made_up_is_not_taken_and_changes_nothing_else(
         self, machine: Machine, store_url: str, kind: str
@@ -318,6 +322,7 @@ class TestPayloadsNeverChange:
         assert verify(store_url) == {**verify(store_url), "missing": 0, "damaged": []}
         assert machine().precompute(CHUNKS) == 1 and hits(machine()) == len(CHUNKS)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("kind", ["empty", "layer"])
     def test_answers_write_a_damaged_one_again(self, machine: Machine, kind: str) -> None:
         """The second one that misses it, as it does for a text that lost its KV."""
@@ -442,6 +447,7 @@ class Saying(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("says", "words"),
     [

@@ -193,6 +193,7 @@ def each_step(root: Path, run: Callable[[Path, Steps], None], least: int) -> Non
 
 
 class TestCommit:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("name", "interrupted"), [*((name, False) for name in ACTS), ("put and release", True)])
     def test_what_waits_is_committed_by_the_next_one(
         self, prepared: Path, tmp_path: Path, name: str, interrupted: bool
@@ -354,6 +355,7 @@ class TestFirstSight:
 
 
 class TestCare:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("name", CARES)
     def test_a_second_try_does_the_rest(self, prepared: Path, tmp_path: Path, name: str) -> None:
         prepare, look_after, there, least = CARES[name]

@@ -383,6 +383,7 @@ class TestEncodingInVllm:
         with pytest.raises(EncodingError, match="vLLM refuses a chunk: longer than max_model_len"):
             encoder([[5, 6]])
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("planted", ["", "what comes before is lost", "it is refused"])
     def test_a_version_that_was_never_tried(
         self, made: tuple[InVllm, Any], planted: str, monkeypatch: pytest.MonkeyPatch

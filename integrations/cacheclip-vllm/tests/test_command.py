@@ -126,6 +126,7 @@ def test_switches_of_vllm(
     assert (settings.calls_tools, settings.shows_metrics) == (calls, metrics)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("flags", "quantization", "kv"),
     [
@@ -154,6 +155,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
     os.close(settings.json_to)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -191,6 +193,7 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
     assert not started
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

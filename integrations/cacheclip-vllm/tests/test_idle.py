@@ -58,6 +58,7 @@ def ends_in_its_answer(served: Served, prompt: str) -> bool:
     return len(expected(served, prompt)) > len(served.middleware.planning.planner("default").plan(prompt).token_ids)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fused_answer(served: Served, stream: bool) -> None:
     """The whole conversation, each slice a longer beginning of it, without a plan."""

@@ -84,6 +84,7 @@ class TestLoads:
         worker.check()
         assert bool(worker.rows.runs) == bool(worker.plan.computed)
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("start", [32, 80, 160])
     def test_behind_what_vllm_has(self, made: dict[str, Any], method: str, start: int) -> None:
@@ -163,6 +164,7 @@ class TestLoads:
         assert len(worker.rows.runs) == 2 * count
         worker.check()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("fails", [False, True])
     def test_several_loads_share_passes(self, made: dict[str, Any], method: str, fails: bool) -> None:
@@ -210,6 +212,7 @@ class TestLoads:
         assert load.request_id == "a" and isinstance(found, loading.Loaded) and found.read_s > 0
         worker.check()
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("method", METHODS)
     @pytest.mark.parametrize("planted", ["", "wait_event", "wait_stream"])
     def test_a_layer_is_copied_beside_the_one_before(

@@ -261,6 +261,7 @@ class TestNullContents:
 class TestAsItIs:
     """What plans cannot follow goes to vLLM untouched."""
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("name", CHATS)
     def test_a_chat(self, served: Served, name: str) -> None:
         fields_, reason = CHATS[name]
@@ -365,6 +366,7 @@ class TestRefusals:
         assert served.ask(kv_transfer_params=None, cacheclip={"finish": "none"}, vllm_xargs={"a": 1}).status_code == 200
         assert served.inner.last["vllm_xargs"] == {"a": 1}
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("given", "sent"),
         [

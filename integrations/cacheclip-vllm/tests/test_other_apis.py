@@ -183,6 +183,7 @@ def answered(response: httpx.Response) -> dict[str, Any]:
     return dict(response.json()["cacheclip"])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_prompt_is_that_of_a_chat(served: Served, name: str) -> None:
     path, body, chat = PLANNED[name]
@@ -195,6 +196,7 @@ def test_a_prompt_is_that_of_a_chat(served: Served, name: str) -> None:
     assert {field: value for field, value in sent.items() if field != "kv_transfer_params"} == body
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_plans_cannot_follow(served: Served, name: str) -> None:
     path, fields, reason = PLAIN[name]

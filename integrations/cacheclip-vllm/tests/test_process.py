@@ -11,6 +11,7 @@ import pytest
 from cacheclip_vllm.options import absolute_paths
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, mark = tmp_path / "documents", tmp_path / "mark"
     folder.mkdir()

@@ -65,6 +65,7 @@ def check_salts(served: Served, path: str, body: dict[str, Any]) -> None:
     assert salt_of(served, path, {**body, "cache_salt": salts[0]}, NORTH) not in salts, "none takes another's"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("path", "name"), ASKED, ids=[name for _, name in ASKED])
 def test_whatever_is_asked(tenants: Served, path: str, name: str) -> None:
     check_salts(tenants, path, (CHATS if "chat" in path else COMPLETIONS)[name])

@@ -36,6 +36,7 @@ def anew(worker: Worker) -> None:
     worker.rows.runs.clear()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("method", ["direct", "epic", "corrected"])
 def test_a_load_ends_with_the_step_that_fails(made: dict[str, Any], method: str) -> None:
     worker = Worker(made, method, max_rows=60)

@@ -72,6 +72,7 @@ class TestEngines:
             assert "cacheclip" not in engine("no_text").query(question).metadata
         json.dumps(response.metadata["cacheclip"])
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("mode", "hits"),
         [

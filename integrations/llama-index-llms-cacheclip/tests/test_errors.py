@@ -42,6 +42,7 @@ async def adrain(response: Any) -> None:
     "ignore::pytest.PytestUnhandledThreadExceptionWarning",  # its chat engines raise in their thread too
 )
 class TestLlamaIndex:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("mode", "options", "ours"),
         [
@@ -120,6 +121,7 @@ TEXTS = {
 
 
 class TestPacking:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("mode", "text"), [("compact", "german"), ("refine", "chinese"), ("simple_summarize", "code")]
     )

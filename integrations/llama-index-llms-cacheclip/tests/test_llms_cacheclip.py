@@ -329,6 +329,7 @@ def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str],
         llm.complete(PROMPT)
 
 
+@pytest.mark.long
 def test_construction_loads_no_torch() -> None:
     code = """
 import sys

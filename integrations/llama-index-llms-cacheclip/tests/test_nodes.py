@@ -60,6 +60,7 @@ async def test_a_bad_node_is_skipped_with_its_id(
 
 
 class TestSynthesizer:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("mode", MODES)
     def test_nodes_are_stored_and_hit_in_every_mode(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events, mode: str
@@ -90,6 +91,7 @@ class TestSynthesizer:
         ours = CacheClipSynthesizer(llm=llm, response_mode=mode)
         assert str(ours.synthesize(question, nodes)) == str(stock.synthesize(question, nodes))
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("mode", MODES)
     def test_the_users_words_choose_what_is_recomputed(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
@@ -253,6 +255,7 @@ class TestSynthesizer:
         store.delete_ref_doc("doc-3")
         assert stored(llm, texts) == [False, False, False]
 
+    @pytest.mark.long
     def test_counting_while_others_count(self, llm: CacheClipLLM) -> None:
         """What is remembered is thrown away by whoever finds it full, while others count."""
         helper, before = WholeChunks.of(llm), sys.getswitchinterval()

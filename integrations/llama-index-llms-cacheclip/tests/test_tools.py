@@ -156,6 +156,7 @@ class TestLlamaIndex:
         llm.chat([user, answer, user])
         assert '{"name": "search", "arguments": {"q\ufffd": "\ufffd"}}' in fake_of(llm.engine).prompts[0]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("calling", [True, False])
     async def test_structured_prediction(self, settings: dict[str, Any], calling: bool) -> None:
         llm = CacheClipLLM(**settings, is_function_calling_model=calling)
@@ -168,6 +169,7 @@ class TestLlamaIndex:
         assert found[-1] == last
         assert isinstance(llm.as_structured_llm(Keeper).complete("Who?").raw, Keeper)
 
+    @pytest.mark.long
     def test_a_model_without_tools_predicts_structures_too(self, tiny_models: dict[str, str]) -> None:
         class Flag(BaseModel):
             ok: bool

@@ -65,6 +65,7 @@ def engine_for(folder: str, auxiliary: str, **options: Any) -> CacheClipEngine:
 
 
 class TestExactness:
+    @pytest.mark.some(2)
     def test_passes_on_every_architecture(self, primary: str, tiny_models: dict[str, str]) -> None:
         result = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)
         failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
@@ -88,6 +89,7 @@ class TestExactness:
         checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
         assert not checks["no_future"]["passed"]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("primary", "dtype"),
         [("llama", "bfloat16"), ("qwen2-rope-yarn", "float32")],
@@ -169,6 +171,7 @@ class TestCertify:
             lengths.append(engine.plan(text, method="full").layout.num_tokens)
         assert found.prompt_tokens == (min(lengths), max(lengths))
 
+    @pytest.mark.long
     @pytest.mark.parametrize(("differing", "sure_of", "least"), [(0, 0.1, 0.9), (3, 0.6, 0.9), (20, 0.9, None)])
     def test_answers_of_an_evaluation_make_the_promise(
         self, config: EngineConfig, tmp_path: Path, differing: int, sure_of: float, least: float | None
@@ -214,6 +217,7 @@ class TestCertify:
 
         return ask
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("setting", ["backend", "auxiliary_heads_sha256", "primary_tokenizer_sha256", "codec"])
     def test_answers_of_other_settings_make_no_promise(
         self, config: EngineConfig, kept: Callable[..., Path], setting: str
@@ -256,6 +260,7 @@ class TestCertify:
             certify(config, quick=True, max_differ=0.1, answers=folder)
         assert f"{named} in cacheclip@0.2)" in str(error.value)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("planted", [False, True])
     def test_turns_are_compared_with_full_prefill_of_the_same_history(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
@@ -284,6 +289,7 @@ class TestCertify:
         seen = [(each.first_token_kl["mean"], each.continued_tokens, each.prompt_tokens) for each in turns]
         assert (seen == expected) is not planted
 
+    @pytest.mark.long
     def test_turns_at_ratio_1_are_exact_and_the_worst_turn_is_the_verdict(self, config: EngineConfig) -> None:
         certificate = certify(replace(config, recompute_ratio=1.0), quick=True, turns=3)
         assert [each.verdict for each in certificate.turns] == ["exact"] * 3 and certificate.verdict == "exact"
@@ -294,6 +300,7 @@ class TestCertify:
         replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
         assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("planted", [False, True])
     def test_edited_prompts_are_compared_with_full_prefill(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
@@ -370,6 +377,7 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
 
+    @pytest.mark.long
     def test_prompts_that_were_not_reused_certify_nothing(
         self, config: EngineConfig, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -442,6 +450,7 @@ class TestCommand:
         result = CliRunner().invoke(app, [*arguments, *given])
         assert isinstance(result.exception, ConfigurationError) and message in str(result.exception)
 
+    @pytest.mark.long
     def test_a_promise_is_printed(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         """Exit code 1 if no gate holds, whatever the verdict."""
         monkeypatch.setattr(module, "_PROMPTS", 2)

@@ -93,6 +93,7 @@ def slow_answer(runtime: Any, prefilled: Any, count: int) -> tuple[list[int], li
 
 
 class TestReference:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("method", ["direct", "cacheclip"])
     def test_follow(self, engine: CacheClipEngine, method: str) -> None:
         engine.precompute(CHUNKS)
@@ -203,6 +204,7 @@ class TestVerdict:
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact"]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("layers", "dtype", "limit"), [(23, "float32", 1e-4), (24, "float32", 1e-3), (24, "bfloat16", 2.0)]
 )

@@ -160,6 +160,7 @@ class TestRun:
         found = summarise(lab(config, records=alone, methods=["prefix"]).run())["methods"]
         assert found["prefix"]["effective_ratio"] == 1.0
 
+    @pytest.mark.long
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
         others = ["direct", "epic", "anchored"]
         # text of its own before the first chunk, which is then not exact by itself
@@ -175,6 +176,7 @@ class TestRun:
         assert found["unsure"]["answered_plainly"] == 3
         assert found["direct"]["answered_plainly"] is None
 
+    @pytest.mark.long
     def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = []
         made = CacheClipEngine.__init__
@@ -217,6 +219,7 @@ class TestBadRecords:
 
 
 class TestMethodsThatFail:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
     def test_an_error_in_the_middle_stops_the_run_and_costs_no_question(
         self, config: EngineConfig, tmp_path: Path, error: Exception
@@ -260,6 +263,7 @@ class TestMethodsThatFail:
 
 
 class TestResume:
+    @pytest.mark.long
     def test_a_resumed_run_equals_an_uninterrupted_one(self, config: EngineConfig, tmp_path: Path) -> None:
         methods = ["direct", "cacheclip"]
         whole = lab(config, tmp_path / "whole", methods=methods).run()
@@ -521,6 +525,7 @@ class TestCommand:
         path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
         return path
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("given", "expected"), [(None, INSTRUCTION), ("Else.", "Else."), ("", None)])
     def test_the_system_prompt_is_that_of_the_settings(
         self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path, given: str | None, expected: str | None

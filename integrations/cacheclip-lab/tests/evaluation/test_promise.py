@@ -82,6 +82,7 @@ def test_of_each_ratio_the_cheapest_gate_and_together_they_hold() -> None:
         assert alone and alone.cost <= each.cost and alone.min_confidence <= each.min_confidence
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("risk", ["differs", "loses"])
 def test_promises_are_seldom_broken(risk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with a wrong bound, the observed share itself, they are broken often."""

@@ -41,6 +41,7 @@ def test_token_f1_and_exact_match(prediction: str, answers: list[str], f1: float
     assert exact_match(prediction, answers) == em
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("prediction", "answers", "expected"),
     [

@@ -387,6 +387,7 @@ class TestReading:
         assert stats.chunk_tokens == plan.chunk_tokens < 0.8 * (plan.layout.num_tokens - 100)
         assert prediction.seconds < 0.7 * prediction.plain_s, "as long as reading all takes"
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(("gigabits", "kind"), [(0.1, "plain"), (0.6, "some"), (1.0, ""), (10.0, "all")])
     @pytest.mark.parametrize("count", [4, 20])
     def test_nothing_else_is_a_tenth_sooner(self, tmp_path: Path, gigabits: float, kind: str, count: int) -> None:
@@ -477,6 +478,7 @@ class TestReading:
         plan, prediction, _ = tiered.first()
         assert plan.bypass is None and prediction.reading.medium == ""
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("beside", "auxiliary_s", "primary_s", "expected"),
         [

@@ -65,6 +65,7 @@ def test_it_is_measured_once_and_used_by_every_engine_of_its_kind(make: Make, sa
         assert stats.predicted_ttft_s is not None and stats.hits == len(CHUNKS)
 
 
+@pytest.mark.long
 def test_other_settings_need_another_profile(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make().profile_machine()
     for options in ({"dtype": "bfloat16"}, {"method": "epic"}, {"chunk_context": "passages"}):
@@ -99,6 +100,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*.kv")}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("method", ["cacheclip", "epic"])
 def test_the_own_stores_speed_is_measured(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -120,6 +122,7 @@ def test_the_own_stores_speed_is_measured(
     assert prediction is not None and prediction.seconds == prediction.plain_s, "the first answer is plain prefill"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [1000, 45_000])
 def test_a_full_store_is_left_alone(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int

@@ -41,6 +41,7 @@ class TestSamples:
             for value in set(sample.answer.split(", ")) - few if sample.family != "comparison" else ():
                 assert sum(chunk.count(value) for chunk in sample.chunks) == 1, value
 
+    @pytest.mark.some(3)
     def test_evidence_is_in_several_chunks_where_it_takes_several(self, samples: list[Sample]) -> None:
         for sample in samples:
             several = sample.family not in ("needle", "keys", "biography")

@@ -28,6 +28,7 @@ def config(planted: str, tiny_models: dict[str, str]) -> EngineConfig:
     return EngineConfig(primary=tiny_models["llama"], auxiliary=planted)
 
 
+@pytest.mark.long
 def test_a_planted_head_counts_most(config: EngineConfig) -> None:
     found = finetune(config, num_samples=12, num_targets=12)
     assert found.heads[int(found.weights.argmax())] == PLANTED

@@ -31,6 +31,7 @@ def tune(config: EngineConfig, **changes: Any) -> HeadSet:
 
 
 class TestJob:
+    @pytest.mark.long
     def test_the_same_command_makes_the_same_head_set(self, config: EngineConfig) -> None:
         found = tune(config)
         assert found.sinks == 4 and found.about["primary_sha256"] == CacheClipEngine(config).primary.fingerprint

@@ -25,6 +25,7 @@ class TestFitted:
         scores[wanted // 30, wanted % 30] = evidence + 0.01
         return SampleAttention((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
 
+    @pytest.mark.long
     def test_the_head_that_sees_it_counts_most(self) -> None:
         seen = [self.seen(40, seed) for seed in range(5)]
         targets = [each.evidence / each.evidence.sum() for each in seen]

@@ -44,6 +44,7 @@ SAID = {
 """What a model must choose to say, by test. A random one would not."""
 
 
+@pytest.mark.long
 class TestChatCacheClip(ChatModelIntegrationTests):
     """Forced calls and structured output have their form from the constraint, so a random model is good enough for
     them. In tests in which the model itself must choose to call, or what to write, a fake is told."""

@@ -340,6 +340,7 @@ def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCa
     assert not caplog.records
 
 
+@pytest.mark.long
 def test_construction_loads_no_torch() -> None:
     code = """
 import sys

@@ -71,6 +71,7 @@ def hits(llm: ChatCacheClip, documents: list[Document], **options: Any) -> int:
 class TestMethods:
     """Chunks are computed as the model's own method reads them."""
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "method",
         [
@@ -240,6 +241,7 @@ class TestOtherMethods:
         assert stored(llm, documents) == [False, True, True, False], "another store of the tenant keeps its own"
         assert store.peek() == 0
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("way", ["delete", "adelete"])
     @pytest.mark.parametrize(
         ("given", "left"),
@@ -298,6 +300,7 @@ class TestOtherMethods:
 class TestOrder:
     """Precomputed, added, then older texts released."""
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("bad", [TOO_LONG, "Half \ud835 a character, as PDF readers give it."])
     @pytest.mark.parametrize("hook", ["vector store", "document store", "transformer"])
     def test_a_bad_document_is_skipped_with_its_id(
@@ -377,6 +380,7 @@ class TestStoredByAnswers:
             case "text-plain":
                 llm.invoke([HumanMessage([*({**each, "type": "text-plain"} for each in blocks), question])])
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("way", ["chain", "option", "keyword", "artifact", "text", "text-plain"])
     def test_deleting_releases_it(
         self, way: str, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]

@@ -50,6 +50,7 @@ def summed(chunks: list[Any]) -> Any:
     return whole
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["field", "call"])
@@ -60,6 +61,7 @@ def test_settings_arrive(server: FakeServer, kind: Any, way: str, place: str) ->
     assert {name: server.bodies[0][name] for name in given} == given
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reason", ["length", "stop"])

@@ -68,6 +68,7 @@ def test_models_with_equal_settings_share_an_engine(tiny_models: dict[str, str],
     assert again.engine is again.model_copy(update={"method": "full"}).engine is chat.engine and again.max_tokens == 3
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_finish(kind: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """LangChain's streams cannot withdraw text."""

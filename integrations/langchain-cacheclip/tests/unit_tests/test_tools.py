@@ -99,6 +99,7 @@ class TestLangChain:
         assert chat.bind_tools([search], tool_choice="none").invoke("Where?").content == CALL
         assert "Find texts" not in fake_of(chat.engine).prompts[-1]
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         "choice", ["any", "required", True, "search", {"type": "function", "function": {"name": "search"}}]
     )
@@ -168,6 +169,7 @@ class TestLangChain:
             chat.invoke("Who?", response_format=asked)
         assert chat.invoke("Who?", response_format={"type": "text"}).content
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
     async def test_structured_output(self, settings: dict[str, Any], method: str) -> None:
         structured = ChatCacheClip(**settings).with_structured_output(Keeper, method=method)
