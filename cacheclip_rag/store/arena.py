@@ -57,10 +57,15 @@ class Arena:
         self.num_bytes -= self.num_bytes % _ALIGNED
         self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         self.in_memory = True
-        self.hits = self.loads = self.evictions = 0
+        self.hits = self.misses = self.loads = self.evictions = 0
         self._residents: OrderedDict[str, Resident] = OrderedDict()
         self._free = [(0, self.num_bytes)]
         self._lock = threading.Lock()
+
+    @property
+    def bytes_held(self) -> int:
+        with self._lock:
+            return self.num_bytes - sum(end - begin for begin, end in self._free)
 
     def list(self) -> Iterator[str]:
         """Keys, the least recently used first."""
@@ -72,6 +77,7 @@ class Arena:
         with self._lock:
             resident = self._residents.get(key)
             if resident is None or resident.layers < min(num_layers, resident.frame.shape[0]):
+                self.misses += 1
                 return None
             self._residents.move_to_end(key)
             resident.users += 1

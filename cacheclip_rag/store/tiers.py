@@ -165,13 +165,17 @@ class Tiers(Backend):
         self._stats[-1].evictions += count
 
     def stats(self) -> list[TierStats]:
-        """Counters of each tier, fastest first. The last tier's bytes are in the catalog, and 0 here."""
+        """Counters of each arena and each tier, fastest first. The last tier's bytes are in the catalog, and 0 here."""
         for backend, stats in zip(self.backends, self._stats, strict=True):
             if isinstance(backend, MemoryBackend):
                 stats.bytes = backend.num_bytes
                 if backend is not self.last:
                     stats.evictions = backend.evictions
-        return self._stats
+        arenas = [
+            TierStats(f"{each.device}", each.hits, each.misses, evictions=each.evictions, bytes=each.bytes_held)
+            for each in self.arenas
+        ]
+        return [*arenas, *self._stats]
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         payloads: dict[str, Buffer] = {}

@@ -71,6 +71,9 @@ class TestPrompts:
                 assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True)), size
                 evictions.append(arena.evictions)
                 assert arena.hits and arena.loads
+                of_gpu = engine.store.chunk_store.stats().tiers[0]
+                assert of_gpu.name == "cuda:0" and of_gpu.hits == arena.hits and of_gpu.misses
+                assert 0 < of_gpu.bytes <= size and of_gpu.evictions == arena.evictions
                 held = [arena.take(key, 0) for key in arena.list()]
                 assert sum(each.users > 1 for each in held if each) <= 2, "shared prefixes alone stay for good"
         assert min(evictions) > 0
