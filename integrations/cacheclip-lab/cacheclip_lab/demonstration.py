@@ -17,7 +17,7 @@ METHODS = ("full", "direct", DEFAULT_METHOD)
 QUESTIONS = (
     "In which year was the lighthouse built?",
     "Who founded the town's library?",
-    "What is the name of the school's sailing boat?",
+    "What is the bakery's best known loaf?",
 )
 _INSTRUCTION = "Answer the question in one short sentence, using only the text above."
 _ANSWER = SamplingParams(max_tokens=24)

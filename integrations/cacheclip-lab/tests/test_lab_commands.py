@@ -37,7 +37,7 @@ def test_the_demo_compares_methods_on_its_own_documents(
     page = tmp_path / "new" / "answer.html"
     shown = cacheclip("demo", *pair, "--inspect", page).out
     assert shown.count("first token after") == 9 and "3 of 3" in shown and page.as_uri() in shown
-    assert "<title>What is the name of the school" in page.read_text()
+    assert "<title>What is the bakery" in page.read_text()
 
 
 def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:
