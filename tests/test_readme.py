@@ -19,6 +19,7 @@ from cacheclip_lab.variants import AGAIN, REORDERED, read_variants
 from cacheclip_testing import verdicts
 from typer.main import get_command
 
+from cacheclip_rag import __version__
 from cacheclip_rag.cli import app
 from cacheclip_rag.cli.options import read_settings
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
@@ -119,7 +120,7 @@ class TestReadmeIsShort:
         done = subprocess.run([*command, *extra], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         installed = done.stdout[done.stdout.index("Would install") :].split()
-        assert {f"{folder.name}-0.1.0" for folder in GUESTS} <= {*installed}, "all.txt has every distribution"
+        assert {f"{folder.name}-{__version__}" for folder in GUESTS} <= {*installed}, "all.txt has every distribution"
         assert "does not provide the extra" not in done.stdout + done.stderr
 
 
