@@ -102,7 +102,7 @@ class TestExactness:
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
         num_prefix = engine.parts.models.caches_after_prefix.num_prefix
 
-        def filling(self: FusedCache, pieces: Any) -> Any:
+        def filling(self: FusedCache, *arguments: Any) -> Any:
             tables_of = FusedCache.tables_of
             with monkeypatch.context() as patch:
                 patch.setattr(
@@ -110,7 +110,7 @@ class TestExactness:
                     "tables_of",
                     lambda cache, slots: tables_of(cache, slots + 2 * (slots >= num_prefix)),
                 )
-                return original(self, pieces)
+                return original(self, *arguments)
 
         monkeypatch.setattr(FusedCache, "filling", filling)
         checks = check_exactness(engine, PROMPT)["checks"]
