@@ -64,6 +64,7 @@ test-oldest:
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/engine integrations/cacheclip-lab/tests/evaluation
 
 # Tests inside llama.cpp, on tiny GGUF files that they write.
+test-llamacpp: export CACHECLIP_TEST_ALL = 1
 test-llamacpp: $(VENV)/.llamacpp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest integrations/cacheclip-llamacpp/tests
 
