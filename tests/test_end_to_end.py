@@ -50,6 +50,7 @@ def reference_logits(runtime: ModelRuntime, ids: torch.Tensor) -> torch.Tensor:
         return model(ids[None]).logits[0, -1]
 
 
+@pytest.mark.long
 def test_the_needle_is_found_by_every_method(engine: CacheClipEngine) -> None:
     for method in ("full", "cacheclip"):
         answer = engine.generate(PROMPT, SamplingParams(max_tokens=16), method=method, question=QUESTION)

@@ -88,7 +88,7 @@ def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
 @pytest.mark.filterwarnings("ignore::ResourceWarning:ray", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.some(2)
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in SAID]
 )

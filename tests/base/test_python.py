@@ -105,6 +105,7 @@ def test_ray(hostile: Path) -> None:
     assert not hostile.exists()
 
 
+@pytest.mark.long
 def test_nothing_else_starts_a_process() -> None:
     found = set()
     files = [*REPOSITORY.glob("cacheclip_rag/**/*.py"), *REPOSITORY.glob("integrations/*/[!t]*/**/*.py")]

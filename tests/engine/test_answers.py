@@ -118,7 +118,7 @@ class TestSeeds:
     """What is said of ``SamplingParams.seed``: the same tokens over a fixed store without a prefix cache; with one, KV
     of earlier prompts is rounded in another order."""
 
-    @pytest.mark.some(3)
+    @pytest.mark.some(6)
     @pytest.mark.parametrize("method", PRESET_NAMES)
     def test_a_seed_gives_the_same_tokens(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str

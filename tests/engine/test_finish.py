@@ -108,6 +108,7 @@ def divergent(engine: CacheClipEngine, **options: Any) -> tuple[Answer, Answer, 
 
 
 class TestRevise:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("name", "rows", "way"),
         [
@@ -234,6 +235,7 @@ class TestRevise:
 
 
 class TestVerify:
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("name", "way"),
         [("llama", 0), ("llama", 1), ("llama", 2), ("llama", 3), ("qwen2-sliding", 3), ("gemma2", 2), ("gpt-oss", 1)],

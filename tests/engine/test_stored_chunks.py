@@ -82,6 +82,7 @@ REWRITTEN: dict[str, tuple[str, str]] = {
 
 
 class TestMisses:
+    @pytest.mark.some(3)
     @some_of(3, name=REWRITTEN)
     def test_a_rewritten_text_counts_as_missed(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
         text, shown = REWRITTEN[name]

@@ -61,7 +61,7 @@ def gaps(engine: CacheClipEngine, folder: str, plan: Any) -> list[float]:
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(6)
 @some_of(3, kind=KINDS, place=PLACES)
 def test_what_counts_as_exact_has_full_prefills_kv(kind: str, place: str, tiny_models: dict[str, str]) -> None:
     begins, context = PLACES[place]

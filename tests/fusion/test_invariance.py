@@ -107,6 +107,7 @@ class TestIndependence:
             left, right = (engine.parts.models.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_the_tier_that_served(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
         memory = make_engine(primary, tiny_models["auxiliary"])

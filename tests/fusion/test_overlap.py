@@ -159,6 +159,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 class TestDelays:
+    @pytest.mark.some(3)
     @some_of(3, codec=("float32", "int8"), in_parts=(True, False), method=METHODS)
     def test_answers_are_the_same(
         self, models: tuple[str, str], tmp_path: Path, method: str, codec: str, in_parts: bool
@@ -281,6 +282,7 @@ def damage(slow: Slow, key: str, layer: int) -> None:
 
 
 class TestFailures:
+    @pytest.mark.some(3)
     @some_of(2, method=("cacheclip", "epic", "query_attention"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
     def test_a_damaged_chunk_becomes_text(
         self, slow: Slow, caplog: pytest.LogCaptureFixture, method: str,

@@ -126,7 +126,7 @@ HARMLESS = {
 """Transformers reads some of them, and the model answers."""
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(15)
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.filterwarnings("ignore")
 def test_one_of_our_errors(tiny_models: dict[str, str], tmp_path: Path, name: str) -> None:

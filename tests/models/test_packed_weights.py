@@ -39,7 +39,7 @@ def forget() -> Any:
     unload_models()
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3", "phi3-partial", "gpt-oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_same_logits(tiny_models: dict[str, str], name: str, dtype: str) -> None:

@@ -87,6 +87,7 @@ def reference(folder: str, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.some(3)
 @some_of(2, architecture=WHOLE)
 def test_equals_the_whole_model(architecture: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
     folder = build(tmp_path, architecture)

@@ -454,6 +454,7 @@ class TestReader:
         text, calls = read(parts)
         assert calls or text == answer
 
+    @pytest.mark.long
     @examples(200)
     @given(
         st.recursive(

@@ -70,6 +70,7 @@ class TestManyWriters:
         assert store.chunk_store.limit == limit and agree(store, folder)
         assert not list((folder / "tmp").iterdir()) and not list((folder / "writers").iterdir())
 
+    @pytest.mark.long
     def test_killed_at_any_moment(self, folder: Path) -> None:
         """Writes, reads, evictions and deletions: what is readable is intact, and nothing is left behind."""
         limit = 60 * BLOCK

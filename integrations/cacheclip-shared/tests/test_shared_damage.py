@@ -401,7 +401,7 @@ def erasure(number: int) -> Removal:
 MENDED = [("add", path) for path in PATHS[:4]] + [("remove", path) for path in PATHS[:8]]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(9)
 @pytest.mark.parametrize(("action", "path"), [*(("add", path) for path in PATHS), *MENDED[4:]])
 def test_a_log_names_files_of_its_own_folder_only(scene: Scene, path: str, action: str) -> None:
     """Nothing else is read or deleted by those who may do so."""

@@ -91,6 +91,7 @@ def stored(store: TenantStore) -> tuple[bytes, str]:
     return bytes(found.bytes()), found.meta["e_tag"]
 
 
+@pytest.mark.some(3)
 @some_of(2, is_known=[True, False], kind=DAMAGES)
 def test_the_next_write_of_its_key_replaces_what_is_damaged(
     machine: Callable[..., TenantStore], kind: str, is_known: bool, caplog: pytest.LogCaptureFixture

@@ -260,7 +260,7 @@ class TestCertify:
             certify(config, quick=True, max_differ=0.1, answers=folder)
         assert f"{named} in cacheclip@0.2)" in str(error.value)
 
-    @pytest.mark.some(2)
+    @pytest.mark.long
     @pytest.mark.parametrize("planted", [False, True])
     def test_turns_are_compared_with_full_prefill_of_the_same_history(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
@@ -300,7 +300,7 @@ class TestCertify:
         replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
         assert saved_certificate(bad.identity) == replace(bad, verdict="faithful")
 
-    @pytest.mark.some(2)
+    @pytest.mark.long
     @pytest.mark.parametrize("planted", [False, True])
     def test_edited_prompts_are_compared_with_full_prefill(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool

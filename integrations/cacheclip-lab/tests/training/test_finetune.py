@@ -61,6 +61,7 @@ class TestCommands:
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 
+    @pytest.mark.long
     def test_tuned_then_used(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
