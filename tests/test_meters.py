@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 50, 335
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 17_758
+MOST_CODE = 17_755
 """Lines of the core without imports, docstrings, comments and blank lines."""
 MOST_LARGE = (13, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""

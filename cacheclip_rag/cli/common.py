@@ -69,7 +69,7 @@ def print_names(title: str, names: Sequence[object], *, err: bool = False) -> No
 
 def look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     """Show what was done in a shared store, also where some tenants could not be looked after."""
-    from cacheclip_rag.store import TenantsError, store_kind
+    from ..store import TenantsError, store_kind
 
     try:
         done = run(store_kind(store))

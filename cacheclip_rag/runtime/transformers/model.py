@@ -80,13 +80,10 @@ class ModelRuntime(TextModel):
         like: ModelRuntime | None = None,
     ) -> None:
         """``fuse``: :func:`cacheclip_rag.fusion.fuse.fuse`; None for a runtime that is never asked to fuse. ``like``:
-        one with the same tokenizer, which is not read again; all tokens are ordinary ones then."""
+        as of :class:`~.text.TextModel`."""
         AttentionInterface.register(ATTENTION_NAME, pattern_attention)
         model.set_attn_implementation(ATTENTION_NAME)
-        if like is None:
-            super().__init__(model, tokenizer, name)
-        else:
-            vars(self).update({**vars(like), "_model": model.eval(), "control_ids": [], "eos_ids": frozenset()})
+        super().__init__(model, tokenizer, name, like)
         config = model.config
         config.return_dict = True  # whatever its file says
         self.fingerprint = fingerprint

@@ -84,10 +84,7 @@ class StateMapRuntime(TextModel):
         """As of :class:`~.model.ModelRuntime`, but for ``fuse``: a function such as
         :func:`cacheclip_rag.fusion.in_order.fuse_in_order`. Raises UnsupportedModelError: the model's states, or its
         KV, cannot be moved."""
-        if like is None:
-            super().__init__(model, tokenizer, name)
-        else:
-            vars(self).update({**vars(like), "_model": model.eval(), "control_ids": [], "eos_ids": frozenset()})
+        super().__init__(model, tokenizer, name, like)
         config = model.config
         config.return_dict = True
         self.fingerprint, self._fuse = fingerprint, fuse

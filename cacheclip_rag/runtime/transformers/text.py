@@ -169,7 +169,11 @@ class TextModel(ChatText):
 
     can_constrain = True
 
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, like: TextModel | None = None) -> None:
+        """``like``: one with the same tokenizer, which is not read again; all tokens are ordinary ones then."""
+        if like is not None:
+            vars(self).update({**vars(like), "_model": model.eval(), "control_ids": [], "eos_ids": frozenset()})
+            return
         self._model = model.eval()
         self._process = os.getpid()
         self.tokenizer = tokenizer
