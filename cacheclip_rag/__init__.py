@@ -14,7 +14,6 @@ from .base.removed import refuse_removed_modules
 from .base.version import __version__
 
 if TYPE_CHECKING:
-    from .adapters.explain import explain_miss as explain_miss
     from .answering.options import CallOptions as CallOptions
     from .base.errors import (
         CacheClipError as CacheClipError,
@@ -58,7 +57,6 @@ if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "G
 __getattr__, _LATE = late_names(
     __name__,
     {
-        "adapters.explain": "explain_miss",
         "answering.options": "CallOptions",
         "base.errors": (
             "CacheClipError CertificateError ConfigurationError DigestMismatchError DocumentError DownloadError "

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         engine_options as engine_options,
         existing_folder as existing_folder,
         model_place as model_place,
+        no_store as no_store,
     )
     from .cli.plugins import Commands as Commands
     from .cli.tables import Table as Table
@@ -109,7 +110,7 @@ __getattr__, _LATE = late_names(
             "print_json print_names show_done"
         ),
         "..cli.companions": "COMPANIONS Companion",
-        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place",
+        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place no_store",
         "..cli.plugins": "Commands",
         "..cli.tables": "Table",
         "..fusion.answer": "Fused",

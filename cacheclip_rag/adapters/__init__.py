@@ -15,9 +15,13 @@ if TYPE_CHECKING:
         LEAST_PENALTY as LEAST_PENALTY,
         MOVED_MODES as MOVED_MODES,
     )
+    from ..chunks.context import CONTEXTS as CONTEXTS, context_name as context_name
+    from ..finding.common_parts import WINDOW as WINDOW, standing_in as standing_in
     from ..fusion.answer import last_answer as last_answer
-    from ..prompt.messages import check_template_kwargs as check_template_kwargs
+    from ..prompt.layout import MOST_PARTIAL as MOST_PARTIAL, share_of as share_of
+    from ..prompt.messages import Prompt as Prompt, check_template_kwargs as check_template_kwargs
     from ..prompt.segments import (
+        check_messages as check_messages,
         chunk_texts as chunk_texts,
         normalise_chunk as normalise_chunk,
     )
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
         with_whole_characters as with_whole_characters,
     )
     from .aio import answer_in_thread as answer_in_thread, iterate_in_thread as iterate_in_thread
-    from .explain import explain_miss as explain_miss, plausible as plausible
     from .finishing import final_events as final_events
     from .forced_tools import (
         SCHEMA_OF_CALLS as SCHEMA_OF_CALLS,
@@ -65,12 +68,14 @@ __getattr__, __all__ = late_names(
         "..answering.decoding": "room_for",
         "..base.checks": "ALIASES",
         "..base.sampling": "FINISH_MODES LEAST_PENALTY MOVED_MODES",
+        "..chunks.context": "CONTEXTS context_name",
+        "..finding.common_parts": "WINDOW standing_in",
         "..fusion.answer": "last_answer",
-        "..prompt.messages": "check_template_kwargs",
-        "..prompt.segments": "chunk_texts normalise_chunk",
+        "..prompt.layout": "MOST_PARTIAL share_of",
+        "..prompt.messages": "Prompt check_template_kwargs",
+        "..prompt.segments": "check_messages chunk_texts normalise_chunk",
         "..prompt.tools": "as_name as_object check_tools past_calls with_whole_characters",
         "aio": "answer_in_thread iterate_in_thread",
-        "explain": "explain_miss plausible",
         "finishing": "final_events",
         "forced_tools": "SCHEMA_OF_CALLS allowed_tools can_constrain forced_tool uses_tools with_tool_choice",
         "neutral": "IGNORED NEUTRAL changes_nothing is_neutral says_nothing",

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import explain, models
+from . import models
 from .common import guarded
-from .options import SettingsCommand
 from .plugins import CommandGroup, CommandLine
 
 __all__ = ["app", "main"]
@@ -48,7 +47,6 @@ store = typer.Typer(cls=CommandGroup, help="The chunk-cache store.", no_args_is_
 """Its commands come from other distributions."""
 app.add_typer(models.app, name="models")
 app.add_typer(store, name="store")
-app.command("explain-miss", cls=SettingsCommand)(explain.explain_miss)
 app.load_later({"models": models.app, "store": store})
 
 

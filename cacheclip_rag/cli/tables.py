@@ -51,6 +51,7 @@ BROUGHT = {
     **dict.fromkeys(("ingest", "ask", "store remove"), "ingest"),
     "serve": "serve",
     **dict.fromkeys((f"store {name}" for name in ("stats", "limit", "verify", "repair", "gc", "clear")), "care"),
+    "explain-miss": "care",
     **dict.fromkeys(("store create", "store compact"), "shared"),
 }
 """Commands of distributions of this repository, and the extra that installs each."""

@@ -147,7 +147,6 @@ assert "torch" not in sys.modules
             "WarmUp",
             "__version__",
             "call_schema",
-            "explain_miss",
             "get_engine",
         ]
         for name in cacheclip_rag.__all__:

@@ -1,19 +1,35 @@
-# ruff: noqa: F811 (fixtures of another module)
 """What statistics and warnings say of texts that were not reused."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from tests.adapters.test_explain import TEXT, asked, config, engine  # noqa: F401
 from tests.conftest import SENTENCES
 
 LONG = " ".join(SENTENCES[:6])
+TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str], tmp_path: Path) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def engine(config: EngineConfig) -> CacheClipEngine:
+    engine = CacheClipEngine(config)
+    engine.precompute([TEXT], source="node-1")
+    return engine
+
+
+def asked(text: str) -> str:
+    return f"Use the context.\n\n{text}\n\nWhat was logged?"
 
 
 class TestStatistics:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from cacheclip_care import explain_miss, plausible
+
 from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
 from cacheclip_rag.adapters import (
     can_constrain,
-    explain_miss,
     final_events,
     iterate_in_thread,
-    plausible,
     room_for,
     uses_tools,
 )

@@ -8,18 +8,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..chunks.context import CONTEXTS, context_name
-from ..finding.common_parts import WINDOW, standing_in
-from ..prompt.layout import MOST_PARTIAL, share_of
-from ..prompt.segments import check_messages, normalise_chunk
+from cacheclip_rag.adapters import (
+    CONTEXTS,
+    MOST_PARTIAL,
+    WINDOW,
+    check_messages,
+    context_name,
+    normalise_chunk,
+    share_of,
+    standing_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..engine import CacheClipEngine
-    from ..plan.plan import Plan
-    from ..prompt.layout import Span
-    from ..prompt.messages import Prompt
+    from cacheclip_rag import CacheClipEngine, Plan
+    from cacheclip_rag.adapters import Prompt
+    from cacheclip_rag.plugins import Span
 
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""

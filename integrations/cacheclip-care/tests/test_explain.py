@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cacheclip_care import MissReport, explain_miss, plausible
+from cacheclip_testing import SENTENCES
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.adapters.explain import MissReport, explain_miss, plausible
-from cacheclip_rag.cli import app
-from tests.conftest import SENTENCES
 
 TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
 
@@ -172,40 +170,39 @@ class TestParts:
 
 
 class TestCommand:
-    def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
-        file = tmp_path / "prompt.txt"
-        file.write_text(prompt)
+    @pytest.fixture
+    def run(self, engine: CacheClipEngine, tmp_path: Path, cacheclip: Any) -> Callable[..., Any]:
         settings = tmp_path / "settings.toml"
         settings.write_text(f"primary = '{engine.config.primary}'\nauxiliary = '{engine.config.auxiliary}'")
-        given = ["--store", str(engine.config.store), "--settings", str(settings)]
-        return CliRunner().invoke(app, ["explain-miss", str(file), *given, *more])
+        options = ("--store", engine.config.store, "--settings", settings)
 
-    def test_the_texts_that_the_store_knows(self, engine: CacheClipEngine, tmp_path: Path) -> None:
-        good = self.run(engine, tmp_path, asked(TEXT), "--json")
-        assert good.exit_code == 0, good.output
-        assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
-        cut = self.run(engine, tmp_path, asked(TEXT[:54]))
-        assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
-        none = self.run(engine, tmp_path, "Nothing of it.")
-        assert none.exit_code == 1 and "--text FILE" in none.output
+        def run(prompt: str, *more: object) -> Any:
+            (tmp_path / "prompt.txt").write_text(prompt)
+            return cacheclip("explain-miss", tmp_path / "prompt.txt", *options, *more)
 
-    def test_a_text_without_a_source(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        return run
+
+    def test_the_texts_that_the_store_knows(self, run: Callable[..., Any]) -> None:
+        good = run(asked(TEXT), "--json")
+        assert good.code == 0, good.err
+        assert [each["reason"] for each in good.json["texts"]] == ["hit"]
+        cut = run(asked(TEXT[:54]))
+        assert cut.code == 1 and "miss" in cut.out and "Parts of 32" in cut.out
+        none = run("Nothing of it.")
+        assert none.code == 1 and "--text FILE" in none.out
+
+    def test_a_text_without_a_source(self, engine: CacheClipEngine, run: Callable[..., Any]) -> None:
         engine.precompute([TestParts.LONG, "A text of few words, in the catalog."])
-        found = self.run(engine, tmp_path, asked(TestParts.LONG[:300]), "--json")
-        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["part"]
-        found = self.run(engine, tmp_path, asked("A text of few words, in the catalog."), "--json")
-        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["hit"]
-        assert "in other letter case" in self.run(engine, tmp_path, asked(TestParts.LONG.upper())).output
+        for prompt, reason in ((TestParts.LONG[:300], "part"), ("A text of few words, in the catalog.", "hit")):
+            assert [each["reason"] for each in run(asked(prompt), "--json").json["texts"]] == [reason]
+        assert "in other letter case" in run(asked(TestParts.LONG.upper())).out
 
-    def test_a_text_of_ones_own(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+    def test_a_text_of_ones_own(self, run: Callable[..., Any], tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("Some other text that was expected here, of some length.")
-        result = self.run(engine, tmp_path, asked(TEXT), "--text", str(tmp_path / "text.txt"), "--json")
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["texts"][0]["reason"] == "not_in_prompt"
+        result = run(asked(TEXT), "--text", tmp_path / "text.txt", "--json")
+        assert result.code == 1 and result.json["texts"][0]["reason"] == "not_in_prompt"
 
-    def test_no_store(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+    def test_no_store(self, cacheclip: Any, tmp_path: Path) -> None:
         (tmp_path / "prompt.txt").write_text("x")
-        result = CliRunner().invoke(
-            app, ["explain-miss", str(tmp_path / "prompt.txt"), "--store", str(tmp_path / "none")]
-        )
-        assert "there is no store" in str(result.exception) and not (tmp_path / "none").exists()
+        result = cacheclip("explain-miss", tmp_path / "prompt.txt", "--store", tmp_path / "none")
+        assert "there is no store" in result.err and not (tmp_path / "none").exists()
