@@ -32,7 +32,6 @@ from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import processor_name
-from cacheclip_rag.methods import preset
 
 ANSWER_TOKENS = 24
 
@@ -48,21 +47,18 @@ def of_question(records: Sequence[Record], count: int) -> dict[str, tuple[Chat, 
 
 
 def measured(engine: CacheClipEngine, pairs: dict[str, tuple[Chat, Chat]]) -> Iterator[dict[str, Any]]:
-    """Of each edit; and of the prompt that most of them lead to, in two steps by exact KV alone."""
-    asked = pairs["header"][1]
-    again = {"again": (asked[: len(asked) // 2], asked)}
-    for method, given in ((preset("prefix"), again), (engine.make_method(), pairs)):
-        for each in measured_edits(engine, given, method, ANSWER_TOKENS, answers=True):
-            yield {
-                "edit": each.edit,
-                "tokens": each.stats.prompt_tokens,
-                "reused": each.stats.reused_tokens,
-                "first_kl": each.fidelity.first_token_kl,
-                "kl": each.fidelity.answer_kl,
-                "first": each.fidelity.first_agrees,
-                "answer": each.same_answer,
-                "ttft": each.stats.ttft_s / each.full.ttft_s,
-            }
+    for each in measured_edits(engine, pairs, engine.make_method(), ANSWER_TOKENS, answers=True):
+        yield {
+            "edit": each.edit,
+            "tokens": each.stats.prompt_tokens,
+            "reused": each.stats.reused_tokens,
+            "first_kl": each.fidelity.first_token_kl,
+            "kl": each.fidelity.answer_kl,
+            "first": each.fidelity.first_agrees,
+            "answer": each.same_answer,
+            "full_confidence": each.full_confidence,
+            "ttft": each.stats.ttft_s / each.full.ttft_s,
+        }
 
 
 def table(items: Sequence[dict[str, Any]]) -> Iterator[str]:

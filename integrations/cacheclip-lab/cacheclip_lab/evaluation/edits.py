@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheclip_rag import CacheClipEngine, FusionStats, SamplingParams
+from cacheclip_rag import CacheClipEngine, FusionStats
+from cacheclip_rag.measuring import Prefilled, confidence
 from cacheclip_rag.methods import Method, preset
 
 from .fidelity import Fidelity
@@ -31,6 +32,8 @@ class EditOutcome:
     stats: FusionStats
     full: FusionStats
     """Of full prefill."""
+    full_confidence: float | None = None
+    """Full prefill's, of the first token of its answer that is another one here; None if there is none."""
 
 
 def chat(header: str, passages: Sequence[str], question: str) -> Chat:
@@ -70,16 +73,38 @@ def measured_edits(
     *,
     answers: bool = False,
 ) -> Iterator[EditOutcome]:
-    """One outcome an edit. ``answers``: with greedy answers of its own, up to ``max_tokens`` tokens."""
+    """One outcome an edit. ``answers``: with greedy answers of its own, up to ``max_tokens`` tokens; and first
+    ``again``, full prefill in two steps: the exact KV of the first half before the rest."""
+    steps = [(edit, old, new, method) for edit, (old, new) in pairs.items()]
+    if answers:
+        new = steps[0][2]
+        steps.insert(0, ("again", new[: len(new) // 2], new, preset("prefix")))
     asked: Chat = []
-    for edit, (old, new) in pairs.items():
-        engine.prefixes.clear()
+    held: list[Prefilled] = []
+    for edit, old, new, by in steps:
+        earlier = _prefilled(engine, old, held)
         if new != asked:  # most edits lead to the same prompt
             asked, plain = new, engine.prefill(new, method=preset("full"))
             reference = Reference.of(engine, plain, max_tokens)
-        engine.generate(old, SamplingParams(max_tokens=1), method="prefix")
-        prefilled = engine.prefill(new, method=method, moved="on")
+            held.append(plain)
+        held.append(earlier)
+        engine.prefixes.clear()
+        _keep(engine, earlier)
+        prefilled = engine.prefill(new, method=by, moved="on")
         followed = reference.follow(prefilled, answers=answers)
-        same = followed.answer == reference.answer
-        yield EditOutcome(edit, followed.fidelity, same, prefilled.stats, plain.stats)
+        at, same = followed.differs_at, followed.answer == reference.answer
+        sure = None if at is None else confidence(reference.logits[at])
+        yield EditOutcome(edit, followed.fidelity, same, prefilled.stats, plain.stats, sure)
     engine.prefixes.clear()
+
+
+def _prefilled(engine: CacheClipEngine, prompt: Chat, others: Sequence[Prefilled]) -> Prefilled:
+    """A prompt by plain prefill. What it begins with like one of the others is not computed again."""
+    engine.prefixes.clear()
+    for each in others:
+        _keep(engine, each)
+    return engine.prefill(prompt, method=preset("prefix"))
+
+
+def _keep(engine: CacheClipEngine, prefilled: Prefilled) -> None:
+    engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
