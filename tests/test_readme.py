@@ -82,15 +82,7 @@ class TestReadmeIsShort:
         assert [each for each in paragraphs if len(each.split()) > 50] == []
 
     def test_order(self) -> None:
-        order = (
-            "times sooner**",
-            "flow.svg",
-            "pip install",
-            "make demo",
-            "```python",
-            "LlamaIndex**",
-            "LangChain**",
-        )
+        order = ("times sooner**", "flow.svg", "pip install", "make demo", "```python", "LlamaIndex**", "LangChain**")
         order += ("## When it helps", "kB a token", "| `full` |", "cacheclip certify", "make docs", "Licence")
         places = [README.index(each, README.index("# Check") if each == "cacheclip certify" else 0) for each in order]
         assert places == sorted(places)

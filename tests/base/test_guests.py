@@ -368,11 +368,7 @@ def test_commands(install: Install) -> None:
         (SOURCE, ":failing", "KeyError: 'nothing'"),
         (COMMANDS, ":leaving", "SystemExit: no more"),
         (COMMANDS, ":typed", "AssertionError: List types with complex"),
-        (
-            COMMANDS,
-            ":grouped",
-            "expected a command of its own, or of one of the groups models, store, got 'word",
-        ),
+        (COMMANDS, ":grouped", "expected a command of its own, or of one of the groups models, store, got 'word"),
         (COMMANDS, ":beside", "expected a Companion, got .* without config, counts, problems, repair, texts"),
         (COMMANDS, ":taking", "cacheclip store stats is a command of cacheclip-rag already. Give that of g"),
     ],

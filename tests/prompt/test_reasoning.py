@@ -277,11 +277,7 @@ class TestStopStrings:
     @PAIRS
     def test_in_reasoning_they_end_nothing(self, opening: str, closing: str) -> None:
         text = f"{opening}\nFirst. STOP. Second.\n{closing}\n\nTwelve metres. STOP. More."
-        assert streamed(text, ["STOP"], "<|im_start|>assistant\n") == (
-            "First. STOP. Second.",
-            "Twelve metres. ",
-            True,
-        )
+        assert streamed(text, ["STOP"], "<|im_start|>assistant\n") == ("First. STOP. Second.", "Twelve metres. ", True)
 
     def test_line_ends_after_reasoning_are_none(self) -> None:
         assert streamed("<think>a\n\nb</think>\n\nTwelve.\n\nMore", ["\n\n"], "") == ("a\n\nb", "Twelve.", True)

@@ -18,16 +18,7 @@ import xxhash
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import DiskBackend, TenantStore
 from cacheclip_rag.store.tenant import ReadBuffer
-from tests.store.samples import (
-    is_intact,
-    key,
-    kv,
-    opened,
-    path_of,
-    put,
-    run,
-    totals_are_right,
-)
+from tests.store.samples import is_intact, key, kv, opened, path_of, put, run, totals_are_right
 
 
 @pytest.fixture

@@ -29,14 +29,7 @@ from tests.store.samples import clear, collect_garbage, frame, is_intact, key, k
 
 PLACES = ["kv", "kv/ab", "tmp", "writers", "unknown", "chunks"]
 """Folders of a store."""
-NAMES = [
-    f"{'0' * 32}",
-    f"{'0' * 32}-abcd",
-    f"{key(1)}.kv",
-    "notes.txt",
-    "index.sqlite3",
-    "catalog.sqlite3",
-]
+NAMES = [f"{'0' * 32}", f"{'0' * 32}-abcd", f"{key(1)}.kv", "notes.txt", "index.sqlite3", "catalog.sqlite3"]
 """Names that a store gives to its own files, and others."""
 
 

@@ -62,10 +62,7 @@ def state(store: ChunkStore, name: str) -> dict[str, Any]:
 
 
 READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
-    "entries_of": (
-        lambda c: {*c.entries_of("t", [key(n, name) for n in TEXTS for name in "tu"])},
-        {key(1), key(2)},
-    ),
+    "entries_of": (lambda c: {*c.entries_of("t", [key(n, name) for n in TEXTS for name in "tu"])}, {key(1), key(2)}),
     "keys": (lambda c: {*c.keys("t")}, {key(1), key(2)}),
     "keys_of": (lambda c: [c.keys_of("t", text_digest(TEXTS[n])) for n in TEXTS], [[key(1)], [key(2)], [], []]),
     "has_texts": (lambda c: [c.has_texts(name) for name in ("t", "u", "v")], [True, True, False]),
@@ -78,10 +75,7 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     ),
     "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "sources.texts": (lambda c: {*c.sources.texts("t")}, {TEXTS[1], TEXTS[2]}),
-    "sources.learned": (
-        lambda c: [(c.sources.add("u", LEARNED, TEXTS[3], ""), c.sources.learned("t"))[1]],
-        [{}],
-    ),
+    "sources.learned": (lambda c: [(c.sources.add("u", LEARNED, TEXTS[3], ""), c.sources.learned("t"))[1]], [{}]),
     "sources.orphans": (lambda c: c.sources.orphans("t", ["source 1", "document 0", "source 3"]), [TEXTS[2], TEXTS[1]]),
     "erasures": (lambda c: [(c.note_erasure("u"), c.erasures(name) == 0)[1] for name in ("t", "u")], [True, False]),
 }

@@ -119,11 +119,7 @@ class TestReasons:
         assert explain_miss(engine, messages, TEXT).reason == "hit"
 
     @pytest.mark.parametrize(
-        ("method", "said"),
-        [
-            ("full", "method 'full' reuses no chunk"),
-            ("prefix", "method 'prefix' reuses no chunk"),
-        ],
+        ("method", "said"), [("full", "method 'full' reuses no chunk"), ("prefix", "method 'prefix' reuses no chunk")]
     )
     def test_methods_that_reuse_nothing_of_it(
         self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
