@@ -11,7 +11,8 @@ import shutil
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 
 
 def intact(folder: Path, *numbers: int) -> bool:
+    """Those entries of tenant t, or all five."""
     store = opened(folder)
-    return all(is_intact(store, number) for number in numbers)
+    return all(is_intact(store, number) for number in numbers or range(1, 6))
+
+
+def change(folder: Path, *statements: str) -> None:
+    """The catalog, as another program may."""
+    with closing(sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)) as catalog:
+        for statement in statements:
+            catalog.execute(statement)
 
 
 def test_a_whole_store_is_clean_and_repair_changes_nothing(folder: Path) -> None:
@@ -57,7 +66,7 @@ def test_a_whole_store_is_clean_and_repair_changes_nothing(folder: Path) -> None
     assert report.is_clean and report.entries == 8 and report.bytes == 8 * 4096
     done = repair(folder)
     assert done.entries == 8 and not any((done.deleted, done.forgotten, done.recorded, done.moved_files))
-    assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+    assert verify(folder).is_clean and intact(folder)
 
 
 def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
@@ -68,11 +77,8 @@ def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
     path_of(folder, 4).unlink()
     (folder / "kv" / "notes.txt").write_text("not the store's")
     (folder / "tmp" / f"{'0' * 32}-1").write_text("of a process that is gone")
-    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-        catalog.execute("DELETE FROM entries WHERE key = ?", (key(5),))  # a payload without an entry
-        catalog.execute("DELETE FROM texts WHERE namespace = 'u'")
-        catalog.execute("UPDATE totals SET bytes = bytes + 1")
-    catalog.close()
+    change(folder, f"DELETE FROM entries WHERE key = '{key(5)}'")  # a payload without an entry
+    change(folder, "DELETE FROM texts WHERE namespace = 'u'", "UPDATE totals SET bytes = bytes + 1")
     report = verify(folder)
     assert set(report.damaged) == {key(1), key(2)} and report.missing == [key(4)]
     assert set(report.unknown_files) == {str(path_of(folder, 5).relative_to(folder)), "kv/notes.txt"}
@@ -82,17 +88,15 @@ def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
     assert (done.entries, done.deleted, done.forgotten, done.recorded) == (5, 2, 1, 1)
     assert done.moved_files == ["unknown/notes.txt"] and (folder / "unknown" / "notes.txt").exists()
     assert verify(folder).is_clean and intact(folder, 3, 5)
-    store = opened(folder)
-    assert totals_are_right(store)
-    prompt = LONG.format(3)
-    assert [(m.start, m.stop) for m in TenantStore(ChunkStore.open(folder), "u").index.find(prompt)] == [
-        (0, len(prompt))
-    ]
+    assert totals_are_right(opened(folder))
+    [match] = TenantStore(ChunkStore.open(folder), "u").index.find(LONG.format(3))
+    assert (match.start, match.stop) == (0, len(LONG.format(3)))
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "deleted", "foreign"])
 def test_a_catalog_is_made_anew_from_headers_alone(folder: Path, damage: str) -> None:
-    path = folder / "catalog.sqlite3"
+    """They say of every payload what the old one said."""
+    path, before = folder / "catalog.sqlite3", [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()]
     if damage == "garbage":
         path.write_bytes(os.urandom(20_000))
     elif damage == "cut":
@@ -100,15 +104,13 @@ def test_a_catalog_is_made_anew_from_headers_alone(folder: Path, damage: str) ->
     else:
         path.unlink()
     if damage == "foreign":
-        with sqlite3.connect(path) as other:
-            other.execute("CREATE TABLE entries (a)")
-            other.execute("PRAGMA user_version = 3")
-        other.close()
+        change(folder, "CREATE TABLE entries (a)", "PRAGMA user_version = 3")
     if damage != "deleted":  # then opening it made it anew
         assert [line.split(":")[0] for line in verify(folder).problems] == ["catalog"]
     done = repair(folder)
     assert done.entries == 8 and done.moved_files == ([] if damage == "deleted" else ["catalog.sqlite3.damaged"])
-    assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+    assert [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()] == before
+    assert verify(folder).is_clean and intact(folder)
     store = opened(folder)
     assert store.release([LONG.format(2)]) == 1 and not is_intact(store, 2)
     prompt = f"{LONG.format(9)} {LONG.format(4)}"
@@ -118,9 +120,8 @@ def test_a_catalog_is_made_anew_from_headers_alone(folder: Path, damage: str) ->
 def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
     """Sources, limits and quotas are in no payload."""
     path = folder / "catalog.sqlite3"
-    with sqlite3.connect(path) as catalog:
+    with closing(sqlite3.connect(path)) as catalog:
         page = catalog.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries_by_text'").fetchone()[0]
-    catalog.close()
     data = bytearray(path.read_bytes())
     data[(page - 1) * 4096 : page * 4096] = os.urandom(4096)
     path.write_bytes(data)
@@ -134,12 +135,8 @@ def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
 @pytest.mark.parametrize("of", ["store", "tenant"])
 def test_opening_evicts_down_to_the_limit(folder: Path, of: str) -> None:
     """A process that was to lower it may have been killed before it evicted."""
-    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-        if of == "store":
-            catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
-        else:
-            catalog.execute("UPDATE quotas SET bytes = ?", (4096,))
-    catalog.close()
+    limits = {"store": f"UPDATE meta SET value = {6 * 4096} WHERE name = 'max_bytes'"}
+    change(folder, limits.get(of, "UPDATE quotas SET bytes = 4096"))
     store = ChunkStore.open(folder)
     assert store.stats().entries == 6 and totals_are_right(store)
     assert store.catalog.tenants()["u"].entries == (3 if of == "store" else 1)
@@ -159,7 +156,7 @@ def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
 
 def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
     assert clear(folder, "u") == 3 and clear(folder, "nobody") == 0
-    assert intact(folder, 1, 2, 3, 4, 5) and opened(folder).catalog.limits.quota("u") is None
+    assert intact(folder) and opened(folder).catalog.limits.quota("u") is None
     assert clear(folder) == 5 and payload_files(folder) == []
     report = verify(folder)
     assert report.is_clean and report.entries == 0
@@ -180,9 +177,8 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_verify_reads_while_others_write(folder: Path) -> None:
     """An announced payload that has no entry yet is not garbage."""
     store = opened(folder)
-    number, _ = store.catalog.announcements.reserve(
-        "t", key(9), 4096, store.chunk_store.writes.writer.name, lambda keys: None
-    )  # type: ignore[union-attr]
+    writer = store.chunk_store.writes.writer.name  # type: ignore[union-attr]
+    number, _ = store.catalog.announcements.reserve("t", key(9), 4096, writer, lambda keys: None)
     assert number is not None
     store.chunk_store.tiers.put(key(9), b"half")
     assert verify(folder).unknown_files == []
@@ -191,20 +187,12 @@ def test_verify_reads_while_others_write(folder: Path) -> None:
     assert verify(folder).unknown_files == [str(path_of(folder, 9).relative_to(folder))]
 
 
-def test_entries_are_those_of_before(folder: Path) -> None:
-    """A catalog made anew says of every payload what the old one said."""
-    before = [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()]
-    (folder / "catalog.sqlite3").unlink()
-    assert [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()] == before
-    assert torch.equal(opened(folder).get(key(3)).tensor(), kv(3))  # type: ignore[union-attr]
-
-
 class TestWhatSomethingElseWrote:
     """SQLite lets any value into any column, and a folder may hold anything."""
 
     @pytest.mark.some(4)
     @pytest.mark.parametrize(
-        "change",
+        "sql",
         [
             "DELETE FROM meta",
             "UPDATE meta SET value = 'many'",
@@ -220,10 +208,8 @@ class TestWhatSomethingElseWrote:
             "UPDATE entries SET key = x'01', last_use = -1 WHERE last_use = 2",
         ],
     )
-    def test_reads_writes_and_repair_go_on(self, folder: Path, change: str) -> None:
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute(change)
-        catalog.close()
+    def test_reads_writes_and_repair_go_on(self, folder: Path, sql: str) -> None:
+        change(folder, sql)
         store = opened(folder)
         for number in range(1, 6):
             got = store.get(key(number))
@@ -235,10 +221,8 @@ class TestWhatSomethingElseWrote:
         assert verify(folder).is_clean and is_intact(opened(folder), 9)
 
     def test_senseless_rows_are_named(self, folder: Path) -> None:
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute("UPDATE entries SET bytes = 'large' WHERE key = ?", (key(1),))
-            catalog.execute("UPDATE texts SET length = 'long' WHERE namespace = 'u'")
-        catalog.close()
+        change(folder, f"UPDATE entries SET bytes = 'large' WHERE key = '{key(1)}'")
+        change(folder, "UPDATE texts SET length = 'long' WHERE namespace = 'u'")
         assert "catalog: 4 rows that this package did not write" in verify(folder).problems
         repair(folder)
         assert verify(folder).is_clean and intact(folder, 1)
@@ -247,27 +231,23 @@ class TestWhatSomethingElseWrote:
     def test_what_is_no_file_in_place_of_the_catalog(self, folder: Path, kind: str) -> None:
         path = folder / "catalog.sqlite3"
         path.unlink()
-        if kind == "folder":
-            path.mkdir()
-        elif kind == "pipe":
-            os.mkfifo(path)
-        else:
-            path.symlink_to(path)
+        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "circle": lambda: path.symlink_to(path)}[kind]()
         assert repair(folder).entries == 8
-        assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+        assert verify(folder).is_clean and intact(folder)
 
-    def test_a_folder_in_place_of_a_payload(self, folder: Path) -> None:
+    def test_folders_in_place_of_files(self, folder: Path) -> None:
+        """Of a payload, and of a temporary file."""
         path_of(folder, 1).unlink()
         path_of(folder, 1).mkdir()
         assert not is_intact(opened(folder), 1)
-        assert repair(folder).moved_files == [f"unknown/{key(1)}.kv"]
+        (folder / "tmp" / "things").mkdir()
+        assert "tmp/things" in verify(folder).unknown_files and collect_garbage(folder)["temporaries"] == 0
+        assert sorted(repair(folder).moved_files) == sorted([f"unknown/{key(1)}.kv", "unknown/things"])
         assert verify(folder).is_clean
 
     def test_an_entry_learns_the_codec_of_its_payload(self, folder: Path) -> None:
         store = opened(folder)
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute("UPDATE entries SET codec = 'bfloat16'")
-        catalog.close()
+        change(folder, "UPDATE entries SET codec = 'bfloat16'")
         assert store.codec_of(key(1)) == "bfloat16" and is_intact(store, 1) and store.codec_of(key(1)) == "float32"
 
     def test_altered_texts_of_sources_are_not_used(self, folder: Path) -> None:
@@ -275,27 +255,17 @@ class TestWhatSomethingElseWrote:
         store.catalog.sources.add("t", "other", LONG.format(2))
         store.catalog.sources.add("t", "third", LONG.format(3))
         store.close()
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute("UPDATE sources SET text = 'altered' WHERE source = 'node'")
-            catalog.execute("UPDATE sources SET text = CAST(x'ff' AS TEXT) WHERE source = 'other'")
-        catalog.close()
+        change(folder, "UPDATE sources SET text = 'altered' WHERE source = 'node'")
+        change(folder, "UPDATE sources SET text = CAST(x'ff' AS TEXT) WHERE source = 'other'")
         assert opened(folder).catalog.sources.texts("t") == [LONG.format(3)]
         assert opened(folder).catalog.sources.orphans("t", ["node", "third"]) == [LONG.format(3)]
         assert verify(folder).problems == ["catalog: 2 texts of sources were altered"]
         repair(folder)
         assert verify(folder).is_clean and opened(folder).catalog.sources.texts("t") == [LONG.format(3)]
 
-    def test_a_folder_among_temporary_files(self, folder: Path) -> None:
-        (folder / "tmp" / "things").mkdir()
-        assert verify(folder).unknown_files == ["tmp/things"]
-        assert collect_garbage(folder)["temporaries"] == 0
-        assert repair(folder).moved_files == ["unknown/things"] and verify(folder).is_clean
-
 
 def test_a_catalog_of_another_version_is_refused_not_repaired(folder: Path) -> None:
-    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-        catalog.execute("PRAGMA user_version = 2")
-    catalog.close()
+    change(folder, "PRAGMA user_version = 2")
     for run in (verify, repair, collect_garbage, ChunkStore.open):
         with pytest.raises(StoreError, match="format 2.*cacheclip ingest PATH --store NEW_FOLDER"):
             run(folder)
@@ -421,21 +391,17 @@ def test_short_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", ["library", "catalog"])
 def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> None:
+    row = (0, b"path", 0, b"text", b"", b"") if what == "library" else (key(1), "t", None, 1, 1, "float32")
+
     class Repeating(Database):
         def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-            return [(0, b"path", 0, b"text", b"", b"") if what == "library" else (key(1), "t", None, 1, 1, "float32")]
+            return [row]
 
-    owner: Library | CatalogCare
-    if what == "library":
-        owner = library = Library(folder)
-        reading: Callable[[], Iterator[object]] = library.rows
-        name = "database"
-    else:
-        owner = care = CatalogCare(Catalog(folder).database)
-        reading, name = care.entries, "_database"
-    setattr(owner, name, Repeating(None, "", 1))
+    owner: Any = Library(folder) if what == "library" else CatalogCare(Catalog(folder).database)
+    setattr(owner, "database" if what == "library" else "_database", Repeating(None, "", 1))
+    rows = owner.rows if what == "library" else owner.entries
     with pytest.raises(StoreError, match="out of order"):
-        deque(itertools.islice(reading(), 1000), maxlen=0)
+        deque(itertools.islice(rows(), 1000), maxlen=0)
 
 
 class TestFlippedBits:
@@ -443,9 +409,7 @@ class TestFlippedBits:
     def test_in_names_of_the_catalog(self, folder: Path) -> None:
         """Text that is no UTF-8 any more: a repair ends, and nothing is wrong afterwards."""
         opened(folder).close()
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        catalog.close()
+        change(folder, "PRAGMA wal_checkpoint(TRUNCATE)")
         original = (folder / "catalog.sqlite3").read_bytes()
         places = [match.start() for name in (key(1), key(2), "float32", "node", "document", "max_bytes", "CREATE")
                   for match in re.finditer(name.encode(), original)]  # fmt: skip
@@ -459,11 +423,11 @@ class TestFlippedBits:
             verify(folder)
             repair(folder)
             left = verify(folder)
-            assert left.is_clean and intact(folder, 1, 2, 3, 4, 5), (place, left)
+            assert left.is_clean and intact(folder), (place, left)
 
     @pytest.mark.some(4)
     @pytest.mark.parametrize(
-        "change",
+        "sql",
         [
             "UPDATE entries SET namespace = CAST(x'74ff' AS TEXT) WHERE key > '8'",
             "UPDATE entries SET codec = CAST(x'ff' AS TEXT)",
@@ -479,12 +443,10 @@ class TestFlippedBits:
             "INSERT INTO writes VALUES (1, CAST(x'ff' AS TEXT), CAST(x'ff' AS TEXT), 1, CAST(x'ff' AS TEXT))",
         ],
     )
-    def test_in_each_column(self, folder: Path, change: str) -> None:
+    def test_in_each_column(self, folder: Path, sql: str) -> None:
         for name in "tu":
             TenantStore(ChunkStore.open(folder), name).index.add([LONG.format(number) * 4 for number in range(1, 4)])
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute(change)
-        catalog.close()
+        change(folder, sql)
         store = opened(folder)
         assert all(store.get(key(number)) is None or is_intact(store, number) for number in range(1, 6))
         assert store.keys() is not None and store.stats() is not None
@@ -492,7 +454,7 @@ class TestFlippedBits:
         assert not verify(folder).is_clean
         repair(folder)
         left = verify(folder)
-        assert left.is_clean and intact(folder, 1, 2, 3, 4, 5), left
+        assert left.is_clean and intact(folder), left
 
 
 class TestPartsOfTexts:
@@ -517,12 +479,6 @@ class TestPartsOfTexts:
         texts = TenantStore(ChunkStore.open(folder), "t").index
         return [[match.of for match in texts.find(f"It says: {text[9:150]}!")] == [text] for text in self.TEXTS]
 
-    @staticmethod
-    def change(folder: Path, sql: str) -> None:
-        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-            catalog.execute(sql)
-        catalog.close()
-
     def test_a_deleted_catalog_loses_them(self, folder: Path) -> None:
         (folder / "catalog.sqlite3").unlink()
         assert repair(folder).found_whole_only == 2
@@ -537,48 +493,41 @@ class TestPartsOfTexts:
 
     @pytest.mark.parametrize("table", ["contents", "anchors"])
     def test_a_repair_brings_back_what_it_can(self, folder: Path, table: str) -> None:
-        self.change(folder, f"DELETE FROM {table}")
+        change(folder, f"DELETE FROM {table}")
         assert self.found(folder) == [False, False]
         assert repair(folder).found_whole_only == (table == "contents")
         assert self.found(folder) == [True, table == "anchors"]
 
     def test_a_damaged_text_is_removed(self, folder: Path) -> None:
-        self.change(folder, "UPDATE contents SET text = x'00'")
+        change(folder, "UPDATE contents SET text = x'00'")
         assert repair(folder).found_whole_only == 1 and self.found(folder) == [True, False]
         [(count,)] = ChunkStore.open(folder).catalog.database.query("SELECT count(DISTINCT content) FROM anchors")
         assert count == 1
 
 
-class TestBesideWriters:
-    def test_a_healthy_store_is_clean(self, folder: Path) -> None:
-        """Whatever others do between two looks: put, replace, delete, evict, drop."""
-        stop, wrong = threading.Event(), []
+def test_a_healthy_store_is_clean_beside_writers(folder: Path) -> None:
+    """Whatever others do between two looks: put, replace, delete, evict, drop."""
+    stop = threading.Event()
 
-        def write(seed: int) -> None:
-            chance = random.Random(seed)
-            store = ChunkStore.open(folder)
-            store.set_limit(12 * 4096)
-            while not stop.is_set():
-                tenant = TenantStore(store, chance.choice("tu"))
-                number = chance.randrange(1, 9)
-                action = chance.random()
-                if action < 0.7:
-                    codec = chance.choice(("float32", "bfloat16"))
-                    tenant.put(key(number, tenant.namespace), kv(number), codec, text=LONG.format(number))
-                elif action < 0.95:
-                    tenant.release([LONG.format(number)])
-                else:
-                    store.drop_tenant("u")
-            store.close()
+    def write(seed: int) -> None:
+        chance, store = random.Random(seed), ChunkStore.open(folder)
+        store.set_limit(12 * 4096)
+        while not stop.is_set():
+            tenant, number, action = TenantStore(store, chance.choice("tu")), chance.randrange(1, 9), chance.random()
+            if action < 0.7:
+                codec = chance.choice(("float32", "bfloat16"))
+                tenant.put(key(number, tenant.namespace), kv(number), codec, text=LONG.format(number))
+            elif action < 0.95:
+                tenant.release([LONG.format(number)])
+            else:
+                store.drop_tenant("u")
+        store.close()
 
-        threads = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for _ in range(25):
-            report = verify(folder)
-            if not report.is_clean:
-                wrong.append(report)
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert wrong == [] and verify(folder).is_clean
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    wrong = [report for report in (verify(folder) for _ in range(25)) if not report.is_clean]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and verify(folder).is_clean
