@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import subprocess
@@ -16,21 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 from cacheclip_ingest import Embedder
+from scripts import ROOT, script
 
 from cacheclip_rag import CacheClipEngine
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a program that is started there
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return script(f"benchmarks/{name}.py")
 
 
 @pytest.fixture
@@ -81,9 +76,8 @@ def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("subprocess.run", here)
     sizes = ["--prompt-tokens", "100", "--new-tokens", "4", "--chunks", "3", "--chunk-tokens", "40"]
-    found = run(
-        "limits", *sizes, "--repeats", "1", "--memory-tokens", "120", "--floor-tokens", "90,120", may_fail=True
-    )  # a figure may miss its limit
+    more = ["--repeats", "1", "--memory-tokens", "120", "--floor-tokens", "90,120"]
+    found = run("limits", *sizes, *more, may_fail=True)  # a figure may miss its limit
     whats = " ".join(row["what"] for row in found["rows"])
     assert all(word in whats for word in ("decode", "floor, 120", "ingest", "memory")), found
     assert "(4 equal)" in whats

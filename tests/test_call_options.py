@@ -21,10 +21,14 @@ TOOL = {"name": "search"}
 
 
 def test_names_of_both_kinds_and_of_frameworks() -> None:
-    found = CallOptions().with_options(
-        {"max_new_tokens": 3, "stop_sequences": "x", "question": "Where?", "trace": True}
-    )
-    assert found == CallOptions(SamplingParams(max_tokens=3, stop=("x",)), question="Where?", trace=True)
+    named = {"max_new_tokens": 3, "stop_sequences": "x", "question": "Where?", "trace": True}
+    expected = CallOptions(SamplingParams(max_tokens=3, stop=("x",)), question="Where?", trace=True)
+    assert CallOptions().with_options(named) == expected
+    own = CallOptions(SamplingParams(max_tokens=3), finish="verify")
+    nothing = dict.fromkeys(("max_tokens", "finish", "tools", "params"))
+    assert own.with_options(nothing) == own, "None is as not given"
+    found = CallOptions().with_options({"params": SamplingParams(max_tokens=9, seed=4), "max_tokens": 2})
+    assert found.params == SamplingParams(max_tokens=2, seed=4), "a name wins over params"
 
 
 def declared(kind: type) -> dict[str, Any]:
@@ -49,16 +53,6 @@ def test_keywords_are_the_fields() -> None:
 @pytest.mark.parametrize("name", ["plan", "generate", "stream", "prefill"])
 def test_calls_show_their_keywords(name: str) -> None:
     assert inspect.signature(getattr(CacheClipEngine, name)).parameters["keywords"].annotation == "Unpack[CallKeywords]"
-
-
-def test_what_is_none_is_not_given() -> None:
-    own = CallOptions(SamplingParams(max_tokens=3), finish="verify")
-    assert own.with_options({"max_tokens": None, "finish": None, "tools": None, "params": None}) == own
-
-
-def test_params_are_overridden_by_name() -> None:
-    found = CallOptions().with_options({"params": SamplingParams(max_tokens=9, seed=4), "max_tokens": 2})
-    assert found.params == SamplingParams(max_tokens=2, seed=4)
 
 
 @pytest.mark.parametrize(

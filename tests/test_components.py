@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from llama_index.core import MockEmbedding
+from scripts import ROOT, script
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "examples" / "corpus" / "apache-2.0.txt").read_text(encoding="utf-8")
 
 
@@ -21,10 +20,7 @@ TEXT = (ROOT / "examples" / "corpus" / "apache-2.0.txt").read_text(encoding="utf
 def components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The script as a module, with short documents."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    spec = importlib.util.spec_from_file_location("components", ROOT / "benchmarks" / "components.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["components"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("benchmarks/components.py")
     (tmp_path / "a.txt").write_text(TEXT[2000:3200])
     (tmp_path / "b.txt").write_text(TEXT[5000:6200])
     monkeypatch.setattr(module, "CORPUS", tmp_path)
@@ -32,8 +28,7 @@ def components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     monkeypatch.setattr(module, "LlamaIndexMiniLM", lambda: MockEmbedding(embed_dim=8))
     monkeypatch.setattr(module, "LangChainMiniLM", lambda: DeterministicFakeEmbedding(size=8))
     yield module
-    for name in ("components", "common"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("common", None)
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import tomllib
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import ROOT, script
 
 from cacheclip_rag import MissingExtraError, __version__
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(path.parent for path in ROOT.glob("integrations/*/pyproject.toml"))
 CORE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROJECTS: dict[str, dict[str, Any]] = {
@@ -45,9 +44,8 @@ def test_a_distribution(name: str) -> None:
 
 
 def test_they_need_one_another_at_one_version() -> None:
-    needed = [
-        found for project in (CORE, *PROJECTS.values()) for each in requirements(project) if (found := ours(each))
-    ]
+    needed = [ours(each) for project in (CORE, *PROJECTS.values()) for each in requirements(project)]
+    needed = [each for each in needed if each]
     assert len(needed) > 12
     for name, extras, version in needed:
         known = (PROJECTS.get(name) or CORE).get("optional-dependencies", {})
@@ -61,27 +59,25 @@ def test_every_distribution_is_an_extra_of_the_core() -> None:
 
 
 def test_one_file_installs_a_clone() -> None:
-    lines = [
-        line.strip() for line in (ROOT / "integrations/all.txt").read_text().splitlines() if not line.startswith("#")
-    ]
-    named = {re.sub(r"\[.*", "", line.removeprefix("-e ./integrations/")) for line in lines if "integrations" in line}
-    assert lines[0] == "-e .[all]" and named == {*PROJECTS} - {"cacheclip-llamacpp"}
+    lines = re.findall(r"^[^#\n]+", (ROOT / "integrations/all.txt").read_text(), re.MULTILINE)
+    named = {re.sub(r"\[.*|-e ./integrations/", "", line.strip()) for line in lines if "integrations" in line}
+    assert lines[0].strip() == "-e .[all]" and named == {*PROJECTS} - {"cacheclip-llamacpp"}
 
 
 def test_links_of_a_release_work_outside_the_repository() -> None:
-    release = module("release")
+    release = script("integrations/release.py")
     page = release.absolute_links((ROOT / "README.md").read_text(), "https://example.org/me/it", "v1")
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) > 15 and all(each.startswith("https://") for each in links)
     assert "![Ingest once, answer many times](https://example.org/me/it/raw/v1/docs/pages/images/flow.svg)" in page
-    assert (
-        release.absolute_links("[a](#b) [c](d.md)", "https://e", "v1", "x/") == "[a](#b) [c](https://e/blob/v1/x/d.md)"
-    )
+    led = release.absolute_links("[a](#b) [c](d.md)", "https://e", "v1", "x/")
+    assert led == "[a](#b) [c](https://e/blob/v1/x/d.md)"
 
 
 @pytest.mark.parametrize("folder", [ROOT, *FOLDERS], ids=lambda each: each.name)
 def test_a_published_page_is_for_who_installs_from_the_index(folder: Path) -> None:
-    release = module("release")
+    release = script("integrations/release.py")
+    assert all((ROOT / "README.md").read_text().count(each) == 1 for each in release.INSTALLED)
     page = release.published(folder, "x/", "https://e", "v1", release.extras_of((ROOT / "pyproject.toml").read_text()))
     optional = CORE["optional-dependencies"]
     [named] = re.findall(r'pip install "cacheclip-rag\[([\w,-]+)\]"', page)
@@ -91,14 +87,10 @@ def test_a_published_page_is_for_who_installs_from_the_index(folder: Path) -> No
         assert ours(optional[last][0])[0] == folder.name  # type: ignore[index]
 
 
-def test_every_sentence_for_the_index_replaces_one_of_the_readme() -> None:
-    assert all((ROOT / "README.md").read_text().count(each) == 1 for each in module("release").INSTALLED)
-
-
 @pytest.mark.parametrize("line", ["pip install -r all.txt", "See [it](other.md).", '<img src="a.svg">', "pip -e ."])
 def test_what_holds_in_a_clone_alone_is_not_published(line: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"# a\n\n{line}\n")
-    release = module("release")
+    release = script("integrations/release.py")
     if "](" in line:  # it would be led there
         release.absolute_links = lambda text, *_: text
     with pytest.raises(SystemExit, match="expected x/README.md without what holds in a clone alone, got"):
@@ -106,7 +98,7 @@ def test_what_holds_in_a_clone_alone_is_not_published(line: str, tmp_path: Path)
 
 
 def test_a_release_is_of_what_is_committed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    release = module("release")
+    release = script("integrations/release.py")
     monkeypatch.setattr(release, "ROOT", tmp_path)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     release.check_clean()
@@ -129,17 +121,8 @@ def missing(extra: str) -> str:
 
 @pytest.mark.parametrize("folder", [ROOT, *FOLDERS], ids=lambda each: each.name)
 def test_metadata_of_a_release(folder: Path) -> None:
-    text = module("release").with_urls((folder / "pyproject.toml").read_text(), "https://example.org/it", "v1")
+    release, text = script("integrations/release.py"), (folder / "pyproject.toml").read_text()
+    text = release.with_urls(text, "https://example.org/it", "v1")
     project = tomllib.loads(text)["project"]
-    assert {"Homepage", "Changelog", "Documentation"} <= {*project["urls"]} and "Typing :: Typed" in project[
-        "classifiers"
-    ]
-
-
-def module(name: str) -> Any:
-    """A script of the folder ``integrations``."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"integrations/{name}.py")
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    assert {"Homepage", "Changelog", "Documentation"} <= {*project["urls"]}
+    assert "Typing :: Typed" in project["classifiers"]

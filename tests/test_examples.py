@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cacheclip_lab.evaluation import certify, exactness
 from cacheclip_shared.care import create
+from scripts import ROOT, script
 
 from tests.conftest import build_model, of
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 SAID = {
     "llama_index_quickstart": r"What is a Larger Work\?\n  .(.|\n)*hits 1, reused [1-9]",
     "langchain_quickstart": r"'num_added': [1-9](.|\n)*again: .*'num_skipped': [1-9](.|\n)*from caches: [1-9]",
@@ -39,51 +38,35 @@ def surroundings(tiny_models: dict[str, str], minilm: str, tmp_path_factory: pyt
     root = tmp_path_factory.mktemp("examples")
     (root / "corpus").mkdir()
     for name in ("apache-2.0.txt", "mpl-2.0.txt"):
-        text = (EXAMPLES / "corpus" / name).read_text()
-        (root / "corpus" / name).write_text(text[2000:4600])
+        (root / "corpus" / name).write_text((EXAMPLES / "corpus" / name).read_text()[2000:4600])
     with pytest.MonkeyPatch.context() as patch:
         roomy = build_model(root / "qwen2", of("qwen2"), context=8192)
-        patch.setenv("PRIMARY", str(roomy))
-        patch.setenv("AUXILIARY", tiny_models["auxiliary"])
-        patch.setenv("STORE", str(root / "store"))
-        patch.setenv("SHARED_STORE", f"file://{root}/shared")
+        places = {"STORE": f"{root}/store", "SHARED_STORE": f"file://{root}/shared", "CORPUS": f"{root}/corpus"}
+        for name, value in {**places, "PRIMARY": str(roomy), "AUXILIARY": tiny_models["auxiliary"]}.items():
+            patch.setenv(name, value)
         create(f"file://{root}/shared")
         # one short certification
         patch.setattr(certify, "_QUICK_PROMPTS", 2)
         patch.setattr(certify, "RATIOS", (0.2,))
         patch.setattr(exactness, "_GREEDY_TOKENS", 8)
-        patch.setenv("CORPUS", str(root / "corpus"))
         patch.syspath_prepend(str(EXAMPLES))
         yield
     sys.modules.pop("common", None)
 
 
 def load(name: str) -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(f"examples/{name}.py")
 
 
-def test_each_has_its_row() -> None:
+def test_each_program_has_its_row_and_each_text_its_licence() -> None:
     files = {path.stem for path in EXAMPLES.glob("*.py")}
     assert files - {"common", "web_endpoint"} == set(SAID)
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py"))
-
-
-def test_the_program_beside_the_recipes_knows_each() -> None:
-    run = load("recipes/run")
-    scripts = {path.name for path in (EXAMPLES / "recipes").iterdir() if path.is_file()}
+    run, scripts = load("recipes/run"), {path.name for path in (EXAMPLES / "recipes").iterdir() if path.is_file()}
     assert scripts - {"run.py"} == {line[-1] for _, line in run.RECIPES.values()}
     assert all(len((EXAMPLES / "recipes" / name).read_text().splitlines()) <= 25 for name in scripts - {"run.py"})
-
-
-def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
-    stated = (EXAMPLES / "CORPUS.md").read_text(encoding="utf-8")
-    texts = [path.name for path in (EXAMPLES / "corpus").iterdir()]
-    assert len(texts) >= 5 and all(f"`{name}`" in stated for name in texts)
+    stated, texts = (EXAMPLES / "CORPUS.md").read_text(encoding="utf-8"), [*(EXAMPLES / "corpus").iterdir()]
+    assert len(texts) >= 5 and all(f"`{path.name}`" in stated for path in texts)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")

@@ -3,17 +3,15 @@ tested in this process, because a process more takes seconds."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import ROOT, script
 
-ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ["transformers-prefix", "cacheclip-rag", "cacheclip-rag idle"]
 
 
@@ -25,14 +23,8 @@ class FakeTokenizer:
 
 
 @pytest.fixture
-def peers() -> Iterator[Any]:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("peers", ROOT / "benchmarks" / "peers.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["peers"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["peers"]
+def peers() -> Any:
+    return script("benchmarks/peers.py")
 
 
 def program(path: Path, text: str) -> Path:
@@ -44,11 +36,7 @@ def program(path: Path, text: str) -> Path:
 @pytest.mark.skipif(sys.platform == "win32", reason="stands in for interpreters with shell scripts")
 @pytest.mark.long
 def test_the_same_prompts_and_what_each_system_reuses(
-    peers: Any,
-    tiny_models: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    peers: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     broken = program(tmp_path / "broken", "echo no such engine >&2; exit 3")
     bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
@@ -56,16 +44,7 @@ def test_the_same_prompts_and_what_each_system_reuses(
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
     sizes = ["--tokens", "200", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1"]
     others = ["--python", f"llama.cpp={bare}", "--python", f"vllm={broken}"]
-    sizes += [
-        "--new",
-        "3",
-        "--dtype",
-        "float32",
-        "--cases",
-        ",".join(peers.CASES),
-        "--log",
-        str(tmp_path / "peers.log"),
-    ]
+    sizes += ["--new", "3", "--dtype", "float32", "--cases", ",".join(peers.CASES), "--log", f"{tmp_path}/peers.log"]
     files = ["--json", str(tmp_path / "peers.json"), "--plot", str(tmp_path / "peers.png")]
     asked = ["--systems", "transformers-prefix,llama.cpp,vllm,cacheclip-rag,cacheclip-rag idle"]
     monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes, *others, *files, *asked])
@@ -155,12 +134,9 @@ for line in sys.stdin:
 """
     (tmp_path / "worker.py").write_text(text)
     monkeypatch.setattr(peers, "__file__", str(tmp_path / "worker.py"))
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["peers.py", "--primary", tiny_models["llama"], "--tokens", "200", "--chunk-tokens", "40", "--rounds", "3"]
-        + ["--systems", "vllm,transformers"],
-    )
+    sizes = ["--tokens", "200", "--chunk-tokens", "40", "--rounds", "3"]
+    models = ["--primary", tiny_models["llama"], "--systems", "vllm,transformers"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes])
     found = peers.compare(peers.parse())
     vllm, plain = found["systems"]
     assert vllm["status"] == "failed" and vllm["reason"] == "ended with 1: out of memory"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ensurepip
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,12 +10,12 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from cacheclip_lab.variants import AGAIN, REORDERED, read_variants
 from cacheclip_testing import verdicts
+from scripts import ROOT, script
 from typer.main import get_command
 
 from cacheclip_rag import __version__
@@ -25,7 +24,6 @@ from cacheclip_rag.cli.options import read_settings
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in (ROOT / "docs/pages").rglob("*.md")}
 WRITTEN = {"README.md": README, **PAGES}
@@ -72,20 +70,19 @@ def test_containers_install_what_exists() -> None:
 
 class TestReadmeIsShort:
     def test_lines_and_words(self) -> None:
-        assert len(README.splitlines()) <= 100
-        assert len(README.split()) <= 800
+        assert len(README.splitlines()) <= 100 and len(README.split()) <= 800
+        assert len(blocks(README, "python")) == 1 and len(blocks(README, "diff")) == 2, "each is run here"
+        order = ("times sooner**", "flow.svg", "pip install", "make demo", "```python", "LlamaIndex**", "LangChain**")
+        order += ("## When it helps", "kB a token", "| `full` |", "# Check", "cacheclip certify", "make docs")
+        order += ("Licence",)
+        places = [README.rindex(each) if each == "cacheclip certify" else README.index(each) for each in order]
+        assert places == sorted(places)
 
     def test_paragraphs(self) -> None:
         prose = re.sub(r"^```.*?^```|<!--.*?-->|^\|.*?$", "", README, flags=re.DOTALL | re.MULTILINE)
         paragraphs = [each for part in prose.split("\n\n") for each in re.split(r"^- ", part, flags=re.MULTILINE)]
         assert len(paragraphs) > 20
         assert [each for each in paragraphs if len(each.split()) > 50] == []
-
-    def test_order(self) -> None:
-        order = ("times sooner**", "flow.svg", "pip install", "make demo", "```python", "LlamaIndex**", "LangChain**")
-        order += ("## When it helps", "kB a token", "| `full` |", "cacheclip certify", "make docs", "Licence")
-        places = [README.index(each, README.index("# Check") if each == "cacheclip certify" else 0) for each in order]
-        assert places == sorted(places)
 
     def test_links_lead_somewhere(self) -> None:
         links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
@@ -120,10 +117,8 @@ class TestReadmeRuns:
     def engine_block(self, primary: str, auxiliary: str) -> dict[str, Any]:
         code = block("python", "CacheClipEngine")
         assert len(code.splitlines()) <= 8
-        for named, instead in (
-            ("Qwen/Qwen2.5-0.5B-Instruct", primary),
-            ("HuggingFaceTB/SmolLM2-135M-Instruct", auxiliary),
-        ):
+        models = {"Qwen/Qwen2.5-0.5B-Instruct": primary, "HuggingFaceTB/SmolLM2-135M-Instruct": auxiliary}
+        for named, instead in models.items():
             assert named in code
             code = code.replace(named, instead)
         names: dict[str, Any] = {}
@@ -167,17 +162,12 @@ class TestReadmeRuns:
         from langchain_core.embeddings import DeterministicFakeEmbedding
         from langchain_core.vectorstores import InMemoryVectorStore
 
-        names: dict[str, Any] = {
-            "vector_store": InMemoryVectorStore(DeterministicFakeEmbedding(size=8)),
-            "documents": [],
-        }
+        store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+        names: dict[str, Any] = {"vector_store": store, "documents": []}
         exec(imports("langchain"), names)
         diff = block("diff", "ChatCacheClip")
         exec(after(diff), names)
         assert names["llm"].primary == "Qwen/Qwen2.5-0.5B-Instruct" and len(diff.splitlines()) == 4
-
-    def test_every_block_is_run_here(self) -> None:
-        assert len(blocks(README, "python")) == 1 and len(blocks(README, "diff")) == 2
 
 
 MOST_WORDS = 18_000
@@ -203,8 +193,6 @@ class TestPages:
         assert [line for line in lines if len(line) > 80] == []
 
     def test_commands_and_options_exist(self) -> None:
-        from cacheclip_rag.cli import app
-
         root: Any = get_command(app)
         known = dict(root.commands)
         for group in ("models", "store"):
@@ -244,20 +232,16 @@ class TestPages:
             found.append(read_variants(file))
         return found
 
-    def test_settings_files_are_read(self) -> None:
+    def test_settings_files_and_variants_are_read(self) -> None:
         get_command(app)  # distributions bring tables, too
         written = [text for page in PAGES.values() for text in blocks(page, "toml") if "# settings.toml" in text]
         for text in written:
             Path("settings.toml").write_text(text, encoding="utf-8")
             read_settings(Path("settings.toml"), {})
-        assert written
+        assert written and sum(len(each) for page in PAGES for each in self.toml_blocks(page)) >= 3
 
-    def test_variants_are_read(self) -> None:
-        assert sum(len(each) for page in PAGES for each in self.toml_blocks(page)) >= 3
-
-    @pytest.mark.parametrize("page", ["docs/pages/how-to/methods.md"])
-    def test_code_that_imports_all_it_needs_runs(self, page: str) -> None:
-        whole = [each for each in blocks(PAGES[page], "python") if each.startswith("from ")]
+    def test_code_that_imports_all_it_needs_runs(self) -> None:
+        whole = [each for each in blocks(PAGES["docs/pages/how-to/methods.md"], "python") if each.startswith("from ")]
         assert whole
         for code in whole:
             exec(code, {"__name__": "shown"})
@@ -288,7 +272,7 @@ class TestPages:
             assert model_type.removesuffix("_text").replace("_", "") in table, model_type
 
     def test_made_tables(self) -> None:
-        tables = load_tables()
+        tables = script("docs/tables.py")
         found = tables.on_page_markdown(PAGES["docs/pages/reference/methods.md"])
         assert re.findall(r"^\| `([\w-]+)` \|", found, re.MULTILINE) == list(PRESET_NAMES)
         assert "<!-- table" not in found
@@ -305,15 +289,6 @@ class TestPages:
         for name, text in WRITTEN.items():
             assert "TODO" not in text, name
             assert not re.findall(r"\w:\w+=", re.sub(r"`epic:k_init=16`", "", text)), f"{name} has the old dialect"
-
-
-def load_tables() -> ModuleType:
-    """What mkdocs calls when it builds the site."""
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_no_weights_needed_to_read_the_public_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -13,19 +12,13 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.evaluation.records import Record, _record, read_records
+from scripts import script
 
-SPEC = importlib.util.spec_from_file_location("benchmark_ruler", Path(__file__).parents[1] / "benchmarks/ruler.py")
-assert SPEC is not None and SPEC.loader is not None
-ruler: Any = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = ruler
-SPEC.loader.exec_module(ruler)
-sentences = ruler.sentences
+ruler = script("benchmarks/ruler.py")
 
 HAYSTACK = "\n".join(f"Sentence {n} of the keeper's\n  log is about gulls, fog and rope." for n in range(1000))
-DEPTHS = (
-    "0 3 5 8 10 13 15 18 21 23 26 28 31 33 36 38 41 44 46 49 51 54 56 59 62 64 67 69 72 74 77 79 82 85 87 90 92 95 97 "
-    "100"
-)
+DEPTHS = "0 3 5 8 10 13 15 18 21 23 26 28 31 33 36 38 41 44 46 49 51 54 56 59 62 64 67 69 72 74 77 79 82 85 87 90 92 95"
+DEPTHS += " 97 100"
 WORD = r"[^\n]+-[^\n]+"
 NUMBER = r"[1-9]\d{6}"
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
@@ -41,9 +34,8 @@ def offsets(text: str) -> Sequence[tuple[int, int]]:
 
 def make(task: str, num_tokens: int = 1500, count: int = 2, **options: Any) -> list[Record]:
     given = {"offsets": offsets, "haystack": HAYSTACK, "chunk_tokens": ONE_CHUNK, **options}
-    return [
-        _record(json.dumps(each).encode()) for each in ruler.generate(task, num_tokens=num_tokens, count=count, **given)
-    ]
+    made = ruler.generate(task, num_tokens=num_tokens, count=count, **given)
+    return [_record(json.dumps(each).encode()) for each in made]
 
 
 def context(record: Record) -> str:
@@ -57,7 +49,7 @@ def needles(record: Record) -> list[tuple[str, str]]:
     return re.findall(rf"One of the special magic {kind} for (.+?) is: (.+?)\.", context(record))
 
 
-class TestStrings:
+class TestNeedles:
     @pytest.mark.parametrize("task", TASKS)
     def test_prompt(self, task: str) -> None:
         for record in make(task):
@@ -81,8 +73,6 @@ class TestStrings:
             assert all(re.fullmatch(value, answer) for answer in record.answers)
             assert all(re.fullmatch(key, found) and re.fullmatch(value, given) for found, given in needles(record))
 
-
-class TestNeedles:
     @pytest.mark.parametrize("task", TASKS)
     def test_the_context_answers_the_question(self, task: str) -> None:
         """In the order of the question, which is not always that of the keys."""
@@ -106,15 +96,13 @@ class TestNeedles:
         for record in make(task, count=40):
             text = context(record)
             assert "\n" not in text
-            total = len(sentences(re.sub(r"One of the special magic .*?: \d+\. ?", "", text).strip()))
+            total = len(ruler.sentences(re.sub(r"One of the special magic .*?: \d+\. ?", "", text).strip()))
             places = [text.count("Sentence ", 0, match.start()) for match in re.finditer("One of the special", text)]
             depths = {total * int(depth) // 100 for depth in DEPTHS.split()}
             assert len(set(places)) == len(places) and depths.issuperset(places)
             seen.update(place * 100 // total for place in places)
         assert min(seen) < 10 and max(seen) > 90 and len(seen) > 20
 
-
-class TestLength:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("num_tokens", [1500, 4096])
     @pytest.mark.parametrize("task", TASKS)
@@ -137,8 +125,6 @@ class TestLength:
         least = int(re.findall(r"about (\d+)", str(error.value))[0])
         assert len(make(task, least, count=20)) == 20
 
-
-class TestChunks:
     @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_3"])
     @pytest.mark.parametrize("overlap", [0, 20])
     def test_sizes_and_overlap(self, task: str, overlap: int) -> None:
@@ -152,8 +138,6 @@ class TestChunks:
             assert all(chunk.title == "" and chunk.text in context(whole) for chunk in cut.chunks)
             assert (cut.meta, cut.answers) == (whole.meta, whole.answers)
 
-
-class TestDraws:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("task", TASKS)
     def test_same_seed_same_samples(self, task: str) -> None:

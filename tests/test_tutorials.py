@@ -25,20 +25,12 @@ def program(page: Path) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_it_runs(
-    page: Path,
-    tiny_models: dict[str, str],
-    minilm: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tiny_models: dict[str, str], minilm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    code = program(page)
+    code, roomy = program(page), build_model(tmp_path / "qwen2", of("qwen2"), context=8192)
+    models = f'model="{roomy}", auxiliary="{tiny_models["auxiliary"]}", max_tokens=16'
     for named, instead in (
-        (
-            'model="Qwen/Qwen2.5-0.5B-Instruct"',
-            f'model="{build_model(tmp_path / "qwen2", of("qwen2"), context=8192)}", '
-            f'auxiliary="{tiny_models["auxiliary"]}", max_tokens=16',
-        ),
+        ('model="Qwen/Qwen2.5-0.5B-Instruct"', models),
         ("sentence-transformers/all-MiniLM-L6-v2", "packaged:all-MiniLM-L6-v2"),
     ):
         assert code.count(named) == 1

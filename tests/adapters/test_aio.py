@@ -17,10 +17,7 @@ class Counter:
     """Counts up, slowly and for ever; knows who advanced it and whether it was closed."""
 
     def __init__(self, delay_s: float = 0.005) -> None:
-        self.delay_s = delay_s
-        self.made = 0
-        self.threads: set[threading.Thread] = set()
-        self.closed = threading.Event()
+        self.delay_s, self.made, self.threads, self.closed = delay_s, 0, set[threading.Thread](), threading.Event()
 
     def iterate(self) -> Iterator[int]:
         try:
@@ -34,40 +31,32 @@ class Counter:
             self.closed.set()
 
 
-async def test_items_arrive_in_order_and_then_it_ends() -> None:
+async def test_items_arrive_in_order_made_with_the_callers_context_variables() -> None:
+    tenant = contextvars.ContextVar("tenant", default="nobody")
+    tenant.set("alice")
     items = [*range(100), None, 1, None]
-    assert [item async for item in iterate_in_thread(lambda: iter(items))] == items
+
+    def make() -> Iterator[object]:
+        yield from items
+        yield tenant.get()
+
+    assert [item async for item in iterate_in_thread(make)] == [*items, "alice"]
 
 
-async def test_error_comes_after_the_items_before_it() -> None:
+async def test_errors_come_after_the_items_before_them() -> None:
     def failing() -> Iterator[int]:
-        yield 1
-        yield 2
+        yield from (1, 2)
         raise KeyError("third")
+
+    def cannot_be_made() -> Iterator[int]:
+        raise LookupError("no such model")
 
     stream = iterate_in_thread(failing)
     assert [await anext(stream), await anext(stream)] == [1, 2]
     with pytest.raises(KeyError, match="third"):
         await anext(stream)
-
-
-async def test_error_while_making_the_iterator() -> None:
-    def make() -> Iterator[int]:
-        raise LookupError("no such model")
-
     with pytest.raises(LookupError, match="no such model"):
-        await anext(iterate_in_thread(make))
-
-
-async def test_runs_in_one_thread_that_is_not_the_loops() -> None:
-    counter = Counter()
-    stream = iterate_in_thread(counter.iterate)
-    for _ in range(5):
-        await anext(stream)
-    await stream.aclose()
-    await asyncio.to_thread(counter.closed.wait, 5)
-    assert len(counter.threads) == 1
-    assert threading.main_thread() not in counter.threads
+        await anext(iterate_in_thread(cannot_be_made))
 
 
 async def test_the_loop_stays_responsive() -> None:
@@ -87,15 +76,18 @@ async def test_the_loop_stays_responsive() -> None:
     assert ticks > 5
 
 
-async def test_closing_early_stops_the_worker_and_closes_the_iterator() -> None:
+async def test_one_thread_works_from_the_first_item_until_the_stream_is_closed() -> None:
     counter = Counter()
-    stream = iterate_in_thread(counter.iterate)
-    assert await anext(stream) == 1
+    stream, unused = iterate_in_thread(counter.iterate), iterate_in_thread(counter.iterate)
+    await asyncio.sleep(0.03)
+    assert counter.made == 0
+    await unused.aclose()
+    assert [await anext(stream) for _ in range(5)] == [1, 2, 3, 4, 5]
     await stream.aclose()
     assert await asyncio.to_thread(counter.closed.wait, 5)
     made = counter.made
     await asyncio.sleep(0.05)
-    assert counter.made == made
+    assert counter.made == made and len(counter.threads) == 1 and threading.main_thread() not in counter.threads
 
 
 async def test_cancelling_the_consumer_stops_the_worker() -> None:
@@ -121,14 +113,6 @@ async def test_many_streams_at_once_leave_the_loops_own_threads_free() -> None:
         await stream.aclose()
 
 
-async def test_starts_at_the_first_item_asked_for() -> None:
-    counter = Counter()
-    stream = iterate_in_thread(counter.iterate)
-    await asyncio.sleep(0.03)
-    assert counter.made == 0
-    await stream.aclose()
-
-
 def test_a_loop_that_ends_leaves_no_worker_behind() -> None:
     counter = Counter()
 
@@ -137,13 +121,3 @@ def test_a_loop_that_ends_leaves_no_worker_behind() -> None:
 
     assert asyncio.run(take_one()) == 1
     assert counter.closed.wait(5)
-
-
-async def test_context_variables_are_the_callers() -> None:
-    tenant = contextvars.ContextVar("tenant", default="nobody")
-    tenant.set("alice")
-
-    def who() -> Iterator[str]:
-        yield tenant.get()
-
-    assert [name async for name in iterate_in_thread(who)] == ["alice"]

@@ -37,32 +37,25 @@ class TestFinalEvents:
         with pytest.raises(ModelError, match=f"could not answer: {type(error).__name__}"):
             list(final_events(events()))
 
-    def test_text_waits_until_it_is_final(self) -> None:
-        events = [Event("a", is_final=False), Event("b", is_final=False), Event("c"), Event("d")]
-        assert [event.text for event in final_events(events)] == ["", "", "abc", "d"]
-
-    def test_a_revision_replaces_what_was_held(self) -> None:
-        events = [Event("ab", is_final=False), Event("cd", is_final=False), Event("X", None, 3), Event("Y")]
+    @pytest.mark.parametrize(
+        ("events", "texts"),
+        [
+            ([Event("a", is_final=False), Event("b", is_final=False), Event("c"), Event("d")], ["", "", "abc", "d"]),
+            ([Event("ab", is_final=False), Event("cd", is_final=False), Event("X", None, 3)], ["", "", "abcX"]),
+            ([Event("ab"), Event("cd", is_final=False), Event("", None, 2), Event("Z")], ["ab", "", "", "Z"]),
+        ],
+        ids=["held", "a revision of what was held", "a revision after final text"],
+    )
+    def test_text_waits_until_it_is_final(self, events: list[Event], texts: list[str]) -> None:
         found = list(final_events(events))
-        assert [event.text for event in found] == ["", "", "abcX", "Y"]
-        assert all(event.revised_from is None and event.is_final for event in found)
-
-    def test_a_revision_after_final_text(self) -> None:
-        events = [Event("ab"), Event("cd", is_final=False), Event("", None, 2), Event("Z")]
-        assert [event.text for event in final_events(events)] == ["ab", "", "", "Z"]
+        assert [event.text for event in found] == texts
+        assert all(event.revised_from is None and event.is_final for event in found if event.text)
 
     def test_one_step_at_a_time(self) -> None:
         """A consumer that leaves must find the model where it left it."""
-        taken = []
-
-        def events() -> Any:
-            for number in range(3):
-                taken.append(number)
-                yield Event(str(number), is_final=False)
-
-        stream = final_events(events())
-        next(stream)
-        assert taken == [0]
+        events = iter([Event("a", is_final=False), Event("b", is_final=False)])
+        next(final_events(events))
+        assert [event.text for event in events] == ["b"], "it is not taken"
 
 
 @pytest.fixture
@@ -88,8 +81,7 @@ def test_streams_are_full_prefills_text(settings: dict[str, Any], monkeypatch: p
     full = llm.ask(PROMPT, method="full").text
     assert llm.ask(PROMPT, finish="none").text != full
     found = llm.pieces(PROMPT)
-    assert "".join(found) == full
-    assert found[0] == "", "text that may be withdrawn is held back"
+    assert "".join(found) == full and found[0] == "", "text that may be withdrawn is held back"
     answer = llm.ask(PROMPT)
     assert answer.text == full and answer.stats.verified_tokens == 12 and answer.stats.diverged_at is not None
 

@@ -17,22 +17,13 @@ from cacheclip_rag.adapters import SCHEMA_OF_CALLS, RemoteEngine, remote
 from tests.adapters.plain_model import PlainModel
 
 SCHEMA = {"type": "object", "properties": {"year": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+SAME = {"max_tokens": 7, "temperature": 0.25, "top_p": 0.75, "top_k": 5, "seed": 11, "stop": ["x", "y"]}
+SAME |= {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
 SENT: dict[str, tuple[Any, str, Any]] = {
     # field: a value that is not the default, and what arrives
-    "max_tokens": (7, "max_tokens", 7),
-    "temperature": (0.25, "temperature", 0.25),
-    "top_p": (0.75, "top_p", 0.75),
-    "top_k": (5, "top_k", 5),
-    "repetition_penalty": (1.5, "repetition_penalty", 1.5),
-    "frequency_penalty": (0.5, "frequency_penalty", 0.5),
-    "presence_penalty": (-0.5, "presence_penalty", -0.5),
-    "stop": (["x", "y"], "stop", ["x", "y"]),
-    "seed": (11, "seed", 11),
-    "json_schema": (
-        SCHEMA,
-        "response_format",
-        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}},
-    ),
+    **{name: (value, name, value) for name, value in SAME.items()},
+    "json_schema": (SCHEMA, "response_format", FORMAT),
     "chat_template_kwargs": ({"enable_thinking": False}, "chat_template_kwargs", {"enable_thinking": False}),
 }
 
@@ -43,18 +34,18 @@ def server() -> Iterator[FakeServer]:
         yield found
 
 
-def test_every_field_has_a_row() -> None:
+def test_every_field_and_option_has_a_row() -> None:
+    """What is recorded of an answer stays in the process that computes it."""
     assert {*SENT} == {*(each.name for each in fields(SamplingParams)), "chat_template_kwargs"}
     assert all(value != getattr(SamplingParams(), name, None) for name, (value, *_) in SENT.items())
+    assert {*OPTIONS} == {each.name for each in fields(CallOptions)} - {"params", "logprobs", "trace"}
 
 
 @pytest.mark.parametrize("place", ["field", "call"])
 def test_every_field_arrives(server: FakeServer, place: str) -> None:
-    given = {name: value for name, (value, *_) in SENT.items()}
-    if place == "field":
-        PlainModel(base_url=server.url, **given).ask("How tall?")
-    else:
-        PlainModel(base_url=server.url).ask("How tall?", **given)
+    given: dict[str, Any] = {name: value for name, (value, *_) in SENT.items()}
+    of_fields, of_call = (given, {}) if place == "field" else ({}, given)
+    PlainModel(base_url=server.url, **of_fields).ask("How tall?", **of_call)
     PlainModel(base_url=server.url).ask("How tall?")
     body, plain = server.bodies
     assert {sent: body[sent] for _, sent, _ in SENT.values()} == {sent: value for _, sent, value in SENT.values()}
@@ -102,9 +93,8 @@ def test_earlier_calls_are_in_openais_form(server: FakeServer) -> None:
     ]
     PlainModel(base_url=server.url).ask(messages)
     _, called, result = server.bodies[-1]["messages"]
-    assert called["tool_calls"] == [
-        {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"q": "fenêtre"}'}}
-    ]
+    expected = {"name": "f", "arguments": '{"q": "fenêtre"}'}
+    assert called["tool_calls"] == [{"id": "abcdefghi", "type": "function", "function": expected}]
     assert result["tool_call_id"] == "abcdefghi"
 
 
@@ -123,11 +113,6 @@ def test_calls_in_pieces(server: FakeServer) -> None:
     assert events[-1].answer is not None and events[-1].answer.tool_calls == calls
 
 
-def test_every_option_has_a_row() -> None:
-    """What is recorded of an answer stays in the process that computes it."""
-    assert {*OPTIONS} == {each.name for each in fields(CallOptions)} - {"params", "logprobs", "trace"}
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_arrives(server: FakeServer, name: str) -> None:
     value, sent, expected = OPTIONS[name]
@@ -136,10 +121,8 @@ def test_every_option_arrives(server: FakeServer, name: str) -> None:
     body = server.bodies[-1]
     own = body.pop("cacheclip")
     assert own.pop("tenant") == "a" and body["model"] == "m"
-    assert [(each["role"], each["content"]) for each in body["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "How tall?"),
-    ]
+    said = [(each["role"], each["content"]) for each in body["messages"]]
+    assert said == [("system", "Be brief."), ("user", "How tall?")]
     others = {each for _, each, _ in OPTIONS.values()} - {sent}
     assert {**body, **own}[sent] == expected and not others.intersection({**body, **own})
 

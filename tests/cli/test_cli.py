@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,11 +44,12 @@ def settings(folder: Path, text: str) -> list[str]:
     return ["--settings", str(file)]
 
 
-def test_models_pull_of_an_unknown_name_lists_the_known_ones(cacheclip: Any) -> None:
+def test_errors_of_usage(cacheclip: Any) -> None:
+    """An unknown name lists the known ones."""
     result = cacheclip("models", "pull", "smollm3", "--json")
-    assert result.code == 2
-    assert result.out == ""
+    assert (result.code, result.out) == (2, "")
     assert "smollm2-135m" in result.err and "Traceback" not in result.err
+    assert cacheclip("models", "pull").code == cacheclip("frobnicate").code == 2
 
 
 def test_store_stats(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
@@ -165,11 +167,6 @@ def test_version(cacheclip: Any) -> None:
     assert cacheclip("--version").out == f"cacheclip {__version__}\n"
 
 
-def test_usage_errors_exit_with_two(cacheclip: Any) -> None:
-    assert cacheclip("models", "pull").code == 2
-    assert cacheclip("frobnicate").code == 2
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("0", 0), ("4096", 4096), ("8GiB", 2**33), ("8 gib", 2**33), ("1.5kB", 1500), ("200G", 200 * 10**9), ("7B", 7)],
@@ -200,27 +197,17 @@ class TestWithoutGuests:
     def test_a_command_of_one_says_what_to_install(self, command: str, owner: str) -> None:
         done = self.run(*command.split(), "--help")
         assert (done.returncode, done.stdout) == (1, "")
-        assert (
-            f"cacheclip {command} is not installed" in done.stderr and f"integrations/cacheclip-{owner}" in done.stderr
-        )
+        assert f"cacheclip {command} is not installed" in done.stderr
+        assert f"integrations/cacheclip-{owner}" in done.stderr
 
     def test_no_command_of_one_is_forgotten(self) -> None:
         """Each that the distributions of this repository bring is known with what installs it."""
 
-        class Named:
-            def __init__(self) -> None:
-                self.names: set[str] = set()
-
-            def add(self, name: str, *_: object, **__: object) -> None:
-                self.names.add(name)
-
-            def keep_beside(self, companion: object) -> None:
-                pass
-
-        brought = Named()
+        names = set[str]()
+        brought = SimpleNamespace(add=lambda name, *_, **__: names.add(name), keep_beside=lambda companion: None)
         for name in guests(GROUP):
             load_guest(GROUP, name, "a function")(brought)
-        assert len(brought.names) > 10 and brought.names == {*BROUGHT}
+        assert len(names) > 10 and names == {*BROUGHT}
 
     def test_a_table_of_one_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(options, "TABLES", {})

@@ -88,16 +88,10 @@ class TestPlan:
         """Of a text of ten tokens, all its parts together."""
         engine.precompute(CHUNKS)
         plan = engine.plan(rag(CHUNKS))
-        spans = [
-            Span(
-                Chunk("part", "a whole text"),
-                TokenizedText(tuple(range(count)), ((0, 1),) * count),
-                50 * n,
-                whole_tokens=10,
-            )
-            for n, count in enumerate(parts)
-        ]
-        missing = replace(plan.reusing(()), layout=replace(plan.layout, spans=tuple(spans)))
+        tokens = [TokenizedText(tuple(range(count)), ((0, 1),) * count) for count in parts]
+        part = Chunk("part", "a whole text")
+        spans = tuple(Span(part, each, 50 * n, whole_tokens=10) for n, each in enumerate(tokens))
+        missing = replace(plan.reusing(()), layout=replace(plan.layout, spans=spans))
         assert missing.missing_texts == (("a whole text",) if stored else ())
 
     def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:
@@ -108,35 +102,31 @@ class TestPlan:
         engine.plan(rag(CHUNKS), documents=[*CHUNKS, "A text that nobody stored so far."])
         assert len(runtime.encoded) == encoded and engine.store.stats().entries == entries
 
-    def test_in_plain_values(self, engine: CacheClipEngine) -> None:
-        engine.precompute(CHUNKS)
-        plan = engine.plan(rag(CHUNKS))
-        written = json.loads(json.dumps(plan.to_dict()))
-        chunks = [piece for piece in written["pieces"] if piece["kind"] == "chunk"]
-        assert [piece["reused"] for piece in chunks] == [True] * 3
-        assert len({piece["key"] for piece in chunks}) == 3
-        starts = [piece["start"] for piece in written["pieces"]]
-        assert starts == sorted(starts) and written["pieces"][-1]["stop"] == written["prompt_tokens"]
-        assert len(written["token_ids"]) == written["prompt_tokens"]
-
-    def test_it_travels(self, engine: CacheClipEngine) -> None:
+    def test_it_travels_also_in_plain_values(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS)
         plan = engine.plan(rag(CHUNKS))
         again: Plan = pickle.loads(pickle.dumps(plan))
         assert again == plan and again.to_dict() == plan.to_dict()
+        written = json.loads(json.dumps(plan.to_dict()))
+        chunks = [piece for piece in written["pieces"] if piece["kind"] == "chunk"]
+        assert [piece["reused"] for piece in chunks] == [True] * 3 and len({piece["key"] for piece in chunks}) == 3
+        starts = [piece["start"] for piece in written["pieces"]]
+        assert starts == sorted(starts) and written["pieces"][-1]["stop"] == written["prompt_tokens"]
+        assert len(written["token_ids"]) == written["prompt_tokens"]
 
 
 class TestWhyNothingIsReused:
-    def test_no_chunk(self, engine: CacheClipEngine) -> None:
+    def test_nothing_to_reuse(self, engine: CacheClipEngine) -> None:
         assert engine.plan("Hello there, who is it?").fallback == "no stored chunk found in the prompt"
-
-    def test_chunks_that_are_not_stored(self, engine: CacheClipEngine) -> None:
         plan = engine.plan(rag(CHUNKS), documents=CHUNKS)
         assert plan.fallback == "none of the prompt's 3 chunks is in the store" and not plan.reused
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS), method="full")
+        assert not plan.reused and plan.fallback is None, "it asks nobody"
+        with pytest.raises(PromptTooLongError):
+            engine.plan("word " * 5000)
 
-    def test_a_missing_auxiliary_chunk_is_a_miss_for_methods_that_need_it(
-        self, make: Callable[..., CacheClipEngine]
-    ) -> None:
+    def test_a_missing_auxiliary_chunk_is_a_miss_for_methods_that_need_it(self, make: Any) -> None:
         make(auxiliary=None).precompute(CHUNKS)
         alone = make(auxiliary=None)
         alone.precompute(CHUNKS)
@@ -161,11 +151,6 @@ class TestWhyNothingIsReused:
             "or chunk context"
         )
 
-    def test_full_asks_nobody(self, engine: CacheClipEngine) -> None:
-        engine.precompute(CHUNKS)
-        plan = engine.plan(rag(CHUNKS), method="full")
-        assert not plan.reused and plan.fallback is None
-
     def test_beyond_the_reuse_limit(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make()
         engine.precompute(CHUNKS)
@@ -176,10 +161,6 @@ class TestWhyNothingIsReused:
         plan = engine.plan(rag(CHUNKS))
         runtime.reuse_tokens = runtime.context_tokens
         assert plan.obstructed and not plan.reused and f"above {tokens - 1}" in str(plan.fallback)
-
-    def test_beyond_the_context(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(PromptTooLongError):
-            engine.plan("word " * 5000)
 
 
 class TestObservers:
@@ -202,6 +183,8 @@ class TestObservers:
         assert [plan.reused for plan in seen.plans] == [engine.plan(rag(CHUNKS)).reused]
         [answered] = seen.answers
         assert answered.answer == answer and answered.plan is seen.plans[0]
+        engine.prefill(rag(CHUNKS), method=engine.make_method())
+        assert len(seen.plans) == 1 and len(seen.answers) == 1, "who evaluates does not ask them"
 
     class Refusing(Observer):
         def on_plan(self, plan: Plan, sources: Any) -> None:
@@ -214,10 +197,3 @@ class TestObservers:
         with pytest.raises(ConfigurationError, match="not today"):
             engine.generate(rag(CHUNKS))
         assert engine.generate(rag(CHUNKS), method="full").stats.method == "full"
-
-    def test_they_are_not_asked_by_those_who_evaluate(self, engine: CacheClipEngine) -> None:
-        seen = self.Seen()
-        engine.observers.append(seen)
-        engine.precompute(CHUNKS)
-        engine.prefill(rag(CHUNKS), method=engine.make_method())
-        assert seen.plans == [] and seen.answers == []

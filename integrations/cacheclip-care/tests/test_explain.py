@@ -47,8 +47,12 @@ def why(engine: CacheClipEngine, written: str, text: str = TEXT) -> MissReport:
 class TestReasons:
     def test_a_hit(self, engine: CacheClipEngine) -> None:
         assert why(engine, TEXT).reason == "hit" and why(engine, TEXT, f"  {TEXT}\n").is_hit
-        messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "What was logged?"}]
-        assert explain_miss(engine, messages, TEXT).is_hit
+        question = {"role": "user", "content": "What was logged?"}
+        assert explain_miss(engine, [{"role": "system", "content": TEXT}, question], TEXT).is_hit
+        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
+        calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "abc123def", "content": TEXT}
+        assert explain_miss(engine, [question, calling, result], TEXT).reason == "hit"
 
     def test_html_escaped_on_the_way(self, engine: CacheClipEngine) -> None:
         text = "At <Brindle> & <Cove>, two <ships> & a <storm> were <logged> & <noted>."
@@ -72,22 +76,29 @@ class TestReasons:
         found = why(engine, change(TEXT))
         assert found.reason == "not_in_prompt" and not found.is_hit and re.search(said, found.explanation)
 
-    def test_too_short(self, engine: CacheClipEngine) -> None:
-        assert why(engine, TEXT, "The keeper").reason == "too_short"
-
-    def test_never_precomputed(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+    def test_what_is_not_stored_so(self, engine: CacheClipEngine, config: EngineConfig) -> None:
         other = "Another text that nobody has precomputed so far, of some length."
         found = why(engine, other, other)
         assert found.reason == "not_precomputed" and "namespace 'default'" in found.explanation
         assert why(CacheClipEngine(replace(config, namespace="tenant")), TEXT).reason == "not_precomputed"
+        assert why(engine, TEXT, "The keeper").reason == "too_short"
+        engine.precompute([whole := f"Log book. {TEXT} Signed."])
+        assert why(engine, whole).reason == "inside_another"
+        assert engine.store.delete(engine.store.keys()) > 0
+        found = why(engine, TEXT)
+        assert found.reason == "evicted" and "no KV of it is stored" in found.explanation and not found.is_hit
 
-    def test_another_encoding(self, engine: CacheClipEngine, config: EngineConfig) -> None:
-        found = why(CacheClipEngine(replace(config, chunk_context="prefix")), TEXT)
-        assert found.reason == "other_settings" and "precomputed with chunk_context='passages'" in found.explanation
-
-    def test_another_system_prompt(self, engine: CacheClipEngine, config: EngineConfig) -> None:
-        found = why(CacheClipEngine(replace(config, system_prompt="Another system prompt.")), TEXT)
-        assert found.reason == "other_settings" and "another model, system prompt, dtype" in found.explanation
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"chunk_context": "prefix"}, "precomputed with chunk_context='passages'"),
+            ({"system_prompt": "Another system prompt."}, "another model, system prompt, dtype"),
+        ],
+    )
+    @pytest.mark.usefixtures("engine")
+    def test_other_settings(self, config: EngineConfig, changed: dict[str, Any], said: str) -> None:
+        found = why(CacheClipEngine(replace(config, **changed)), TEXT)
+        assert found.reason == "other_settings" and said in found.explanation
 
     def test_without_the_auxiliary(self, config: EngineConfig) -> None:
         CacheClipEngine(replace(config, auxiliary=None)).precompute([TEXT], method="direct")
@@ -99,35 +110,13 @@ class TestReasons:
         assert "1 are stored for the primary model, but not for the auxiliary" in str(answer.stats.fallback)
         assert "another model" not in str(answer.stats.fallback)
 
-    def test_deleted_caches(self, engine: CacheClipEngine) -> None:
-        assert engine.store.delete(engine.store.keys()) > 0
-        found = why(engine, TEXT)
-        assert found.reason == "evicted" and "no KV of it is stored" in found.explanation and not found.is_hit
-
-    def test_inside_a_longer_one(self, engine: CacheClipEngine) -> None:
-        whole = f"Log book. {TEXT} Signed."
-        engine.precompute([whole])
-        assert why(engine, whole).reason == "inside_another"
-
-    def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
-        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
-        messages = [
-            {"role": "user", "content": "What was logged?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "abc123def", "content": TEXT},
-        ]
-        assert explain_miss(engine, messages, TEXT).reason == "hit"
-
-    @pytest.mark.parametrize(
-        ("method", "said"), [("full", "method 'full' reuses no chunk"), ("prefix", "method 'prefix' reuses no chunk")]
-    )
-    def test_methods_that_reuse_nothing_of_it(
-        self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
-    ) -> None:
+    @pytest.mark.parametrize("method", ["full", "prefix"])
+    def test_methods_that_reuse_nothing_of_it(self, config: EngineConfig, method: str) -> None:
         other = CacheClipEngine(replace(config, method=method))
         other.precompute([TEXT])
         found = why(other, TEXT)
-        assert found.reason == "cannot_reuse" and said in found.explanation and not found.is_hit
+        assert (found.reason, found.is_hit) == ("cannot_reuse", False)
+        assert f"method '{method}' reuses no chunk" in found.explanation
         assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.hits == 0
 
 
