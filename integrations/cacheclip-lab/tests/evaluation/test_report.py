@@ -27,28 +27,20 @@ def item(label: str, number: int, f1: float, ttft_s: float, kl: float | None = N
     fidelity = {"answer_kl": kl, "first_token_kl": 2 * kl, "agreement": 1 - kl} if kl is not None else {}
     scores = {"f1": f1, "contains": float(f1 == 1)}
     ratio = {"full": 1.0, "direct": 0.0, "clip 0.2": 0.25, "clip 1": 1.0}[label]
-    return ItemResult(
-        f"q{number}", label, "Ada", scores, fidelity, ratio, ratio, ratio, ttft_s, {"read": 0.25, "recompute": ttft_s}
-    )
+    phases = {"read": 0.25, "recompute": ttft_s}
+    return ItemResult(f"q{number}", label, "Ada", scores, fidelity, ratio, ratio, ratio, ttft_s, phases)
 
 
-ITEMS = [
-    *(item("full", n, f1, ttft) for n, f1, ttft in [(1, 1.0, 4.0), (2, 0.5, 4.0), (3, 0.0, 8.0), (4, 1.0, 2.0)]),
+FIGURES: dict[str, list[tuple[Any, ...]]] = {
+    "full": [(1, 1.0, 4.0), (2, 0.5, 4.0), (3, 0.0, 8.0), (4, 1.0, 2.0)],
     # question 5, which full does not have, and not question 4
-    *(
-        item("direct", n, f1, ttft, kl)
-        for n, f1, ttft, kl in [(1, 0.5, 1.0, 0.5), (2, 0.5, 2.0, 0.25), (3, 0.25, 1.0, 0.0), (5, 1.0, 3.0, 0.25)]
-    ),
-    *(
-        item("clip 0.2", n, f1, ttft, kl)
-        for n, f1, ttft, kl in [(1, 1.0, 2.0, 0.0), (2, 0.5, 2.0, 0.25), (3, 0.0, 4.0, 0.0), (4, 0.5, 1.0, 0.25)]
-    ),
-    *(item("clip 1", n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]),
-]
-SKIPPED = [
-    SkippedRecord("line 3", "no answers"),
-    SkippedRecord("question q8", "the prompt has 900 tokens, of 512"),
-    SkippedRecord("question q9", "the prompt has 901 tokens, of 512"),
+    "direct": [(1, 0.5, 1.0, 0.5), (2, 0.5, 2.0, 0.25), (3, 0.25, 1.0, 0.0), (5, 1.0, 3.0, 0.25)],
+    "clip 0.2": [(1, 1.0, 2.0, 0.0), (2, 0.5, 2.0, 0.25), (3, 0.0, 4.0, 0.0), (4, 0.5, 1.0, 0.25)],
+    "clip 1": [(n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]],
+}
+ITEMS = [item(label, *row) for label, rows in FIGURES.items() for row in rows]
+SKIPPED = [SkippedRecord("line 3", "no answers")] + [
+    SkippedRecord(f"question q{n}", f"the prompt has {n + 892} tokens, of 512") for n in (8, 9)
 ]
 
 
@@ -66,89 +58,83 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 @pytest.fixture
 def unsure(comparison: Comparison) -> Comparison:
     """With a confidence of each answer of ``clip 0.2``."""
-    sure = {"q1": 0.6, "q2": 0.04, "q3": 0.25, "q4": 0.15}
-    agreeing = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 0.0}
-    items = [
-        replace(
-            one,
-            confidence=sure[one.id],
-            fidelity={"first_token_agreement": agreeing[one.id], "equal_answer": agreeing[one.id]},
-        )
-        if one.label == "clip 0.2"
-        else one
-        for one in comparison.items
-    ]
+    sure = {"q1": (0.6, 1.0), "q2": (0.04, 0.0), "q3": (0.25, 1.0), "q4": (0.15, 0.0)}
+
+    def told(one: ItemResult) -> ItemResult:
+        confidence, same = sure[one.id]
+        return replace(one, confidence=confidence, fidelity={"first_token_agreement": same, "equal_answer": same})
+
+    items = [told(one) if one.label == "clip 0.2" else one for one in comparison.items]
     return replace(comparison, items=items)
 
 
+@pytest.fixture
+def mixed(comparison: Comparison) -> Comparison:
+    """Of two tasks."""
+    return replace(comparison, questions=[replace(q, task="far" if q.id < "q3" else "near<b>") for q in QUESTIONS])
+
+
 def only(comparison: Comparison, *labels: str) -> Comparison:
-    return replace(
-        comparison,
-        runs=[run for run in comparison.runs if run.label in labels],
-        items=[one for one in comparison.items if one.label in labels],
-    )
+    runs = [run for run in comparison.runs if run.label in labels]
+    return replace(comparison, runs=runs, items=[one for one in comparison.items if one.label in labels])
 
 
 class TestSummary:
     def test_means_are_over_the_runs_own_items(self, summary: dict[str, Any]) -> None:
+        """With an interval beside every mean."""
         assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 3, ["f1", "contains"])
         direct, clip = summary["methods"]["direct"], summary["methods"]["clip 0.2"]
         assert (direct["n"], direct["f1"], direct["contains"]) == (4, 0.5625, 0.25)
         assert (direct["kl_to_full"], direct["kl_to_full_median"], direct["kl_to_full_trimmed"]) == (0.25, 0.25, 0.25)
         assert (direct["first_token_kl"], direct["agreement_with_full"], direct["ttft_s"]) == (0.5, 0.75, 1.5)
+        assert (direct["first_token_kl_median"], direct["first_token_kl_trimmed"]) == (0.5, 0.5)
         assert direct["kl_interval"] == list(paired_bootstrap([0.5, 0.25, 0.0, 0.25]))
+        assert direct["agreement_interval"] == list(paired_bootstrap([0.5, 0.75, 1.0, 0.75]))
+        assert direct["first_token_kl_interval"] == list(paired_bootstrap([1.0, 0.5, 0.0, 0.5]))
+        assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
         assert (clip["nominal_ratio"], clip["effective_ratio"], clip["charged_ratio"]) == (0.25, 0.25, 0.25)
         assert clip["phases_s"] == {"read": 0.25, "recompute": 2.0}
         assert direct["gold_logprob"] is None
+        assert all(row["gate"] == [] for row in summary["methods"].values()) and gate_table(summary)[1] == []
 
     def test_figures_against_full_are_paired(self, summary: dict[str, Any]) -> None:
         direct, clip, full = (summary["methods"][label] for label in ("direct", "clip 0.2", "full"))
         assert direct["n_paired"] == 3
         assert direct["difference_to_full"]["f1"] == pytest.approx([-0.25 / 3, *paired_bootstrap([-0.5, 0.0, 0.25])])
         assert direct["speedup_vs_full"] == 4.0  # of 4, 2 and 8; the ratio of the medians is 2.7
-        assert clip["difference_to_full"]["f1"][0] == -0.125
-        assert clip["speedup_vs_full"] == 2.0
+        assert (clip["difference_to_full"]["f1"][0], clip["speedup_vs_full"]) == (-0.125, 2.0)
         assert (full["speedup_vs_full"], full["difference_to_full"], full["kl_to_full"]) == (1.0, {}, None)
 
     def test_gold_scores_are_judged_in_pairs(self) -> None:
         def row(lost: int, won: int, same: int) -> dict[str, Any]:
             """Of a method that loses and wins so many questions against full prefill."""
-            full = [1.0] * lost + [0.0] * won + [0.5] * same
-            own = [0.0] * lost + [1.0] * won + [0.5] * same
-            words = [3, 4, 40]
-            items = [
-                replace(
-                    item(label, number, f1, 1.0),
-                    answer=" ".join([label if f1 != 0.5 else "same"] * words[number % 3]),
-                    scores={"f1": f1},
-                )
-                for label, scores in (("full", full), ("direct", own))
-                for number, f1 in enumerate(scores)
-            ]
-            questions = [Record(f"q{n}", "", "Who?", ("Ada",), (), {}) for n in range(len(full))]
+            scores = {
+                "full": [1.0] * lost + [0.0] * won + [0.5] * same,
+                "direct": [0.0] * lost + [1.0] * won + [0.5] * same,
+            }
+            items = []
+            for label, all_f1 in scores.items():
+                for number, f1 in enumerate(all_f1):
+                    answer = " ".join([label if f1 != 0.5 else "same"] * (3, 4, 40)[number % 3])
+                    items.append(replace(item(label, number, f1, 1.0), answer=answer, scores={"f1": f1}))
+            questions = [Record(f"q{n}", "", "Who?", ("Ada",), (), {}) for n in range(lost + won + same)]
             runs = [Run("full", "full", None), Run("direct", "direct", None)]
             summary = summarise(Comparison("d", "p", None, runs, questions, items, {}, []))
-            found, lengths = summary["methods"], console_tables(summary).get(LENGTHS_TITLE)
-            assert (found["full"]["no_worse"], found["full"]["flips"]) == ({}, None)
-            return {**found["direct"], "lengths": lengths}
+            methods, lengths = summary["methods"], console_tables(summary).get(LENGTHS_TITLE)
+            assert (methods["full"]["no_worse"], methods["full"]["flips"]) == ({}, None)
+            return {**methods["direct"], "lengths": lengths}
 
-        found = row(lost=2, won=2, same=596)
-        assert found["no_worse"] == {"f1": True} and found["flips"] == {"lost": 2, "won": 2, "p": 1.0}
-        by_words = found["equal_answers_by_words"]
-        assert {name: each["n"] for name, each in by_words.items()} == {"1-3": 200, "4-8": 200, "17+": 200}
-        assert {name: each["equal_answers"] for name, each in by_words.items()} == {
-            "1-3": 0.99,
-            "4-8": 0.995,
-            "17+": 0.995,
-        }
-        titles, [cells] = found["lengths"]
+        few = row(lost=2, won=2, same=596)
+        assert few["no_worse"] == {"f1": True} and few["flips"] == {"lost": 2, "won": 2, "p": 1.0}
+        by_words = {name: (each["n"], each["equal_answers"]) for name, each in few["equal_answers_by_words"].items()}
+        assert by_words == {"1-3": (200, 0.99), "4-8": (200, 0.995), "17+": (200, 0.995)}
+        titles, [cells] = few["lengths"]
         assert titles == ["Method", "1-3 words", "4-8 words", "17+ words"]
         assert cells == ["direct", "99.0% of 200", "99.5% of 200", "99.5% of 200"]
         # the mean is 2 points below, the lower bound 6: not shown to be no worse
-        found = row(lost=6, won=4, same=90)
-        assert found["no_worse"] == {"f1": False} and found["difference_to_full"]["f1"][0] == pytest.approx(-0.02)
-        found = row(lost=10, won=1, same=9)
-        assert found["flips"]["p"] == pytest.approx(24 / 2048)
+        more = row(lost=6, won=4, same=90)
+        assert more["no_worse"] == {"f1": False} and more["difference_to_full"]["f1"][0] == pytest.approx(-0.02)
+        assert row(lost=10, won=1, same=9)["flips"]["p"] == pytest.approx(24 / 2048)
 
     def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
         rows = summary["methods"]
@@ -164,12 +150,8 @@ class TestSummary:
     @pytest.mark.parametrize(
         ("scores", "right"),
         [
-            ({"em": 1.0}, 1),
-            ({"em": 0.0, "contains": 1.0}, 1),
-            ({"string_match_all": 0.75}, 0),
-            ({"f1": 0.5, "string_match_all": 1.0}, 1),
-            ({"f1_zh": 1.0}, 1),
-            ({"f1": 0.9, "f1_zh": 1.0}, 0),
+            *[({"em": 1.0}, 1), ({"em": 0.0, "contains": 1.0}, 1), ({"string_match_all": 0.75}, 0)],
+            *[({"f1": 0.5, "string_match_all": 1.0}, 1), ({"f1_zh": 1.0}, 1), ({"f1": 0.9, "f1_zh": 1.0}, 0)],
         ],
     )
     def test_right_means_one_by_the_own_or_any_such_score(
@@ -180,16 +162,15 @@ class TestSummary:
 
     def test_gold_logprob_is_held_against_full(self, comparison: Comparison) -> None:
         gold = {"full": [-1.0, -2.0, -3.0, -4.0], "clip 0.2": [-1.5, -2.0, -4.0, -3.0]}
+        chosen = only(comparison, *gold)
         items = [
             replace(one, fidelity={**one.fidelity, "gold_logprob": gold[one.label][int(one.id[1:]) - 1]})
-            for one in ITEMS
-            if one.label in gold
+            for one in chosen.items
         ]
-        summary = summarise(replace(only(comparison, *gold), items=items))
-        differences = [-0.5, 0.0, -1.0, 1.0]
-        expected = [-0.125, *paired_bootstrap(differences)]
-        assert summary["methods"]["clip 0.2"]["gold_logprob_difference"] == expected
-        assert summary["methods"]["full"]["gold_logprob_difference"] is None
+        methods = summarise(replace(chosen, items=items))["methods"]
+        expected = [-0.125, *paired_bootstrap([-0.5, 0.0, -1.0, 1.0])]
+        assert methods["clip 0.2"]["gold_logprob_difference"] == expected
+        assert methods["full"]["gold_logprob_difference"] is None
 
     def test_all_ratios(self, comparison: Comparison) -> None:
         items = [replace(one, nominal_ratio=0.2, charged_ratio=0.5, effective_ratio_of_stale=0.75) for one in ITEMS]
@@ -198,15 +179,12 @@ class TestSummary:
         assert [row[name] for name in names] == [0.2, 0.25, 0.75, 0.5]
         assert summarise(comparison)["methods"]["direct"]["effective_ratio_of_stale"] is None
 
-    def test_without_full_there_is_nothing_to_hold_against(self, comparison: Comparison) -> None:
+    def test_without_full_or_items_there_is_nothing_to_hold_against(self, comparison: Comparison) -> None:
         row = summarise(only(comparison, "direct"))["methods"]["direct"]
         assert (row["difference_to_full"], row["speedup_vs_full"], row["answerable"]) == ({}, None, None)
         assert row["n_paired"] == 0
-
-    def test_runs_without_items_are_empty_rows(self, comparison: Comparison) -> None:
-        made = summarise(replace(comparison, items=ITEMS[:4]))
-        assert made["methods"]["direct"]["n"] == 0
-        assert made["methods"]["direct"]["ttft_s"] is made["methods"]["direct"]["f1"] is None
+        row = summarise(replace(comparison, items=ITEMS[:4]))["methods"]["direct"]
+        assert row["n"] == 0 and row["ttft_s"] is row["f1"] is None
 
     def test_a_figure_that_is_no_number_is_refused(self, comparison: Comparison) -> None:
         """Leaving it out would flatter the method."""
@@ -215,26 +193,7 @@ class TestSummary:
             summarise(replace(comparison, items=items))
 
 
-class TestPairs:
-    def test_intervals_beside_every_mean(self, summary: dict[str, Any]) -> None:
-        row = summary["methods"]["direct"]
-        assert row["agreement_interval"] == list(paired_bootstrap([0.5, 0.75, 1.0, 0.75]))
-        assert row["first_token_kl_interval"] == list(paired_bootstrap([1.0, 0.5, 0.0, 0.5]))
-        assert (row["first_token_kl_median"], row["first_token_kl_trimmed"]) == (0.5, 0.5)
-        clip = summary["methods"]["clip 0.2"]
-        assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
-
-    def test_no_gate_without_confidences(self, summary: dict[str, Any]) -> None:
-        assert all(row["gate"] == [] for row in summary["methods"].values())
-        assert gate_table(summary)[1] == []
-
-
 class TestTasks:
-    @pytest.fixture
-    def mixed(self, comparison: Comparison) -> Comparison:
-        questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
-        return replace(comparison, questions=questions)
-
     def test_figures_of_a_task_are_those_of_its_questions(self, mixed: Comparison) -> None:
         tasks = summarise(mixed)["tasks"]
         assert {name: found["n"] for name, found in tasks.items()} == {"far": 2, "near<b>": 3}
@@ -244,37 +203,45 @@ class TestTasks:
     def test_one_task_is_no_breakdown(self, summary: dict[str, Any]) -> None:
         assert summary["tasks"] == {} and len(console_tables(summary)) == 1
 
-    @pytest.fixture
-    def several(self, mixed: Comparison) -> Comparison:
-        """Two questions are scored by another metric than the rest."""
+    def test_every_own_metric_has_figures_and_columns(self, mixed: Comparison) -> None:
+        """Two questions are scored by another metric than the rest, and lost by it."""
         items = [replace(one, scores={"f1_zh": one.scores["f1"]}) if one.id in ("q1", "q2") else one for one in ITEMS]
-        return replace(mixed, items=items)
-
-    def test_every_own_metric_has_figures_and_columns(self, several: Comparison) -> None:
+        several = replace(mixed, items=items)
         summary = summarise(several)
         assert summary["own_scores"] == ["f1_zh", "f1"]
         assert summary["methods"]["direct"]["n_of_scores"] == {"f1_zh": 2, "f1": 2, "contains": 2}
-        titles = [column.title for column in table(summary)[0]]
-        assert {"F1", "F1 / full", "F1 (zh)", "F1 (zh) / full", "Contains"} <= {
-            *titles
-        } and "Contains / full" not in titles
+        titles = {column.title for column in table(summary)[0]}
+        assert {"F1", "F1 / full", "F1 (zh)", "F1 (zh) / full", "Contains"} <= titles
+        assert "Contains / full" not in titles
         assert [column.title for column in table(summary, "far", brief=True)[0]].count("F1") == 0
-
-    def test_a_question_is_lost_by_its_own_metric(self, several: Comparison) -> None:
-        text = to_html(several, summarise(several))
+        text = to_html(several, summary)
         assert order(text) == (["q1", "q4"], ["q2", "q3", "q5"])
         assert "<span>q1</span><span>F1 (zh) 0.50 to 1.00</span>" in text
         assert "<span>q4</span><span>F1 0.50 to 1.00</span>" in text
 
 
-class TestSkipped:
-    def test_counts_by_reason_and_the_first(self, comparison: Comparison, summary: dict[str, Any]) -> None:
-        assert summary["skipped_by_reason"] == {"the prompt has N tokens, of N": 2, "no answers": 1}
-        assert summary["skipped_first"][0] == {"where": "line 3", "reason": "no answers"}
-        many = summarise(replace(comparison, skipped=[SkippedRecord(f"line {n}", "no answers") for n in range(1, 101)]))
-        assert (many["skipped"], many["skipped_by_reason"], len(many["skipped_first"])) == (100, {"no answers": 100}, 5)
-        none = summarise(replace(comparison, skipped=[]))
-        assert (none["skipped"], none["skipped_by_reason"], none["skipped_first"]) == (0, {}, [])
+class TestFiles:
+    def test_skipped_records_are_counted_by_reason_and_the_first_told(self, comparison: Comparison) -> None:
+        def told(skipped: list[SkippedRecord]) -> tuple[Any, ...]:
+            summary = summarise(replace(comparison, skipped=skipped))
+            return summary["skipped"], summary["skipped_by_reason"], summary["skipped_first"]
+
+        count, by_reason, first = told(SKIPPED)
+        assert by_reason == {"the prompt has N tokens, of N": 2, "no answers": 1} and count == 3
+        assert first[0] == {"where": "line 3", "reason": "no answers"}
+        many = told([SkippedRecord(f"line {n}", "no answers") for n in range(1, 101)])
+        assert (*many[:2], len(many[2])) == (100, {"no answers": 100}, 5)
+        assert told([]) == (0, {}, [])
+
+    def test_writes_both_over_an_earlier_report(self, comparison: Comparison, tmp_path: Path) -> None:
+        folder = tmp_path / "new" / "report"
+        write_report(comparison, summarise(only(comparison, "full")), folder)
+        (folder / "notes.txt").write_text("mine")
+        written = write_report(comparison, summarise(comparison), folder)
+        assert written == {kind: folder / name for kind, name in FILES.items()}
+        assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES.values(), "notes.txt"])
+        assert json.loads(written["summary"].read_text(encoding="utf-8")) == summarise(comparison)
+        assert written["html"].read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 class TestTables:
@@ -297,17 +264,14 @@ class TestTables:
         assert shown("clip 0.2", "F1 / full") == "80.0%", "no interval: some draws are of question 3 only"
         assert shown("clip 0.2", "Agreement") == "0.875 [0.750, 1.000]"
 
-    def test_console(self, unsure: Comparison) -> None:
-        questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
-        tables = console_tables(summarise(replace(unsure, questions=questions)))
-        first, far, near, gate, promised = tables
+    def test_console(self, unsure: Comparison, mixed: Comparison) -> None:
+        tables = console_tables(summarise(replace(unsure, questions=mixed.questions)))
+        first, far, near, gate, _ = tables
         assert first == "lamps. Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 3 skipped."
-        assert (far, near, gate) == ("far: 2 questions", "near: 3 questions", "With a confidence gate")
+        assert (far, near, gate) == ("far: 2 questions", "near<b>: 3 questions", "With a confidence gate")
         titles, rows = tables[first]
-        assert titles[:4] == ["Method", "n", "TTFT (s)", "Speed-up"] and [row[0] for row in rows][1:3] == [
-            "direct",
-            "clip 0.2",
-        ]
+        assert titles[:4] == ["Method", "n", "TTFT (s)", "Speed-up"]
+        assert [row[0] for row in rows][1:3] == ["direct", "clip 0.2"]
         assert all(len(row) == len(titles) for titles, rows in tables.values() for row in rows)
         assert "50.0% [0.0%, 100.0%]" in rows[2], "equal answers with their interval"
 
@@ -360,16 +324,13 @@ def order(text: str) -> tuple[list[str], list[str]]:
 
 
 class TestPage:
-    def test_holds_tables_and_answers(self, unsure: Comparison) -> None:
-        questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
-        comparison = replace(unsure, questions=questions)
-        summary = summarise(comparison)
-        text = to_html(comparison, summary)
+    def test_holds_tables_and_answers(self, unsure: Comparison, mixed: Comparison) -> None:
+        comparison = replace(unsure, questions=mixed.questions)
+        text = to_html(comparison, summarise(comparison))
         page = Page(text)
         assert page.count("details", **{"class": "item"}) == 5
-        assert page.count("table") == 1 + 2 + 2 + 5, (
-            "all questions, gates and promises, tasks, and each question's answers"
-        )
+        # all questions, gates and promises, tasks, and each question's answers
+        assert page.count("table") == 1 + 2 + 2 + 5
         assert page.count("td", **{"class": "answer"}) == len(ITEMS)
         assert "<h2>far: 2 questions</h2>" in text and "<h2>near&lt;b&gt;: 3 questions</h2>" in text
         assert "<dt>Speed-up</dt>" in text and "Not every method answered the same questions" in text
@@ -379,44 +340,20 @@ class TestPage:
 
     def test_needs_nothing_from_elsewhere(self, comparison: Comparison, summary: dict[str, Any]) -> None:
         text = to_html(comparison, summary)
-        page = Page(text)
-        sources = [found for _, found in page.tags if {"src", "href", "srcset"} & found.keys()]
-        assert not sources
+        tags = Page(text).tags
+        assert not [found for _, found in tags if {"src", "href", "srcset"} & found.keys()]
         assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
-        policy = next(found["content"] for tag, found in page.tags if tag == "meta" and "content" in found)
+        policy = next(found["content"] for tag, found in tags if tag == "meta" and "content" in found)
         assert policy is not None and policy.startswith("default-src 'none'") and "script" not in policy
 
     def test_escapes_everything(self) -> None:
         bad = '<script>alert("1")</script><img src=x onerror=y>'
-        run = Run(bad, bad, 0.5)
-        hostile = Comparison(
-            bad,
-            bad,
-            bad,
-            [RUNS[0], run],
-            [Record("q1", bad, bad, (bad,), (), {})],
-            [
-                replace(ITEMS[0], scores={bad: 1.0}),
-                replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5}, confidence=0.5),
-            ],
-            {bad: bad},
-            [SkippedRecord(bad, bad)],
-        )
+        own = replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5}, confidence=0.5)
+        runs, items = [RUNS[0], Run(bad, bad, 0.5)], [replace(ITEMS[0], scores={bad: 1.0}), own]
+        questions = [Record("q1", bad, bad, (bad,), (), {})]
+        hostile = Comparison(bad, bad, bad, runs, questions, items, {bad: bad}, [SkippedRecord(bad, bad)])
         text = to_html(hostile, summarise(hostile))
         page = Page(text)
         assert (page.count("script"), page.count("img")) == (0, 0)
         assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in text and bad not in text
         assert bad in page.text["td"]
-
-
-class TestFiles:
-    def test_writes_both_over_an_earlier_report(self, comparison: Comparison, tmp_path: Path) -> None:
-        folder = tmp_path / "new" / "report"
-        write_report(comparison, summarise(only(comparison, "full")), folder)
-        (folder / "notes.txt").write_text("mine")
-        written = write_report(comparison, summarise(comparison), folder)
-        assert written == {kind: folder / name for kind, name in FILES.items()}
-        assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES.values(), "notes.txt"])
-        assert json.loads(written["summary"].read_text(encoding="utf-8")) == summarise(comparison)
-        page = written["html"].read_text(encoding="utf-8")
-        assert page.startswith("<!DOCTYPE html>")
