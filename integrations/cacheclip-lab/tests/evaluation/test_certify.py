@@ -91,9 +91,7 @@ class TestExactness:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(
-        ("primary", "dtype"),
-        [("llama", "bfloat16"), ("qwen2-rope-yarn", "float32")],
-        indirect=["primary"],
+        ("primary", "dtype"), [("llama", "bfloat16"), ("qwen2-rope-yarn", "float32")], indirect=["primary"]
     )
     def test_twin_keys_moved_to_wrong_positions(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -104,17 +102,16 @@ class TestExactness:
 
         def filling(self: FusedCache, *arguments: Any) -> Any:
             tables_of = FusedCache.tables_of
+
+            def moved(cache: FusedCache, slots: Any) -> Any:
+                return tables_of(cache, slots + 2 * (slots >= num_prefix))
+
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    FusedCache,
-                    "tables_of",
-                    lambda cache, slots: tables_of(cache, slots + 2 * (slots >= num_prefix)),
-                )
+                patch.setattr(FusedCache, "tables_of", moved)
                 return original(self, *arguments)
 
         monkeypatch.setattr(FusedCache, "filling", filling)
-        checks = check_exactness(engine, PROMPT)["checks"]
-        assert not checks["first_chunk"]["passed"]
+        assert not check_exactness(engine, PROMPT)["checks"]["first_chunk"]["passed"]
 
     @pytest.mark.parametrize("primary", ["gemma2"], indirect=True)
     def test_twin_window_forgotten(
@@ -128,13 +125,13 @@ class TestExactness:
     def test_does_not_disturb_other_engines(self, tiny_models: dict[str, str]) -> None:
         """Checks borrow the loaded model for plain transformers' attention, while others answer with it."""
         engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
-        expected = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
+        expected = engine.generate(PROMPT.text, max_tokens=8).token_ids
         checking = threading.Thread(target=lambda: [check_exactness(engine, PROMPT) for _ in range(2)])
         checking.start()
         answers = []
         while checking.is_alive():
-            answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)
-        answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)  # after the last check
+            answers.append(engine.generate(PROMPT.text, max_tokens=8).token_ids)
+        answers.append(engine.generate(PROMPT.text, max_tokens=8).token_ids)  # after the last check
         assert len(answers) > 1 and set(answers) == {expected}
         assert engine.primary.model.config._attn_implementation == attention.ATTENTION_NAME
 
@@ -174,14 +171,11 @@ class TestCertify:
     @pytest.mark.long
     @pytest.mark.parametrize(("differing", "sure_of", "least"), [(0, 0.1, 0.9), (3, 0.6, 0.9), (20, 0.9, None)])
     def test_answers_of_an_evaluation_make_the_promise(
-        self, config: EngineConfig, tmp_path: Path, differing: int, sure_of: float, least: float | None
+        self, config: EngineConfig, kept: Callable[..., Path], differing: int, sure_of: float, least: float | None
     ) -> None:
         """Answers are planted in a real folder. Of 60, three that differ are one too many, below the gate they are
         none. An engine takes what was found."""
-        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
-        runs = planned_runs(["cacheclip"], [0.2], config)
-        Lab("planted", records, config, runs, tmp_path / "eval").run()
-        items = tmp_path / "eval" / "items.jsonl"
+        items = kept() / "items.jsonl"
         full, own = map(json.loads, items.read_text().splitlines())
         full |= {"answer": "same"}
         sure = {"confidence": 0.9, "later_confidence": 0.9, "confidence_to_difference": None}
@@ -192,7 +186,7 @@ class TestCertify:
             for item in (full, {**own, "answer": "same", **(unsure if number < differing else sure)})
         ]
         items.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        certificate = certify(config, quick=True, max_differ=0.1, answers=tmp_path / "eval")
+        certificate = certify(config, quick=True, max_differ=0.1, answers=items.parent)
         assert certificate.guarantee and certificate.guarantee.n == 60
         gates = [(e.ratio, e.min_confidence, e.differing, round(e.cost, 2)) for e in certificate.guarantee.gates]
         # the strictest of those that cost the same
@@ -209,9 +203,9 @@ class TestCertify:
     def kept(self, config: EngineConfig, tmp_path: Path) -> Callable[..., Path]:
         """A folder of answers with these settings."""
 
-        def ask(config: EngineConfig = config, methods: str = "cacheclip", **changes: Any) -> Path:
+        def ask(config: EngineConfig = config, ratio: float = 0.2, **changes: Any) -> Path:
             records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
-            runs = planned_runs([methods], [0.2], config, {"cacheclip": vary(preset("cacheclip"), changes)})
+            runs = planned_runs(["cacheclip"], [ratio], config, {"cacheclip": vary(preset("cacheclip"), changes)})
             Lab("kept", records, config, runs, tmp_path / "kept").run()
             return tmp_path / "kept"
 
@@ -234,31 +228,27 @@ class TestCertify:
             certify(config, quick=True, max_differ=0.1, answers=folder)
 
     @pytest.mark.parametrize(
-        ("changes", "named"),
+        ("settings", "changes", "named"),
         [
-            ({"system_prompt": "Answer as a pirate."}, "system_prompt is 'Answer as a pirate.'"),
-            ({"chunk_context": "passages"}, "chunk_context_sha256 is"),
+            ({"system_prompt": "Answer as a pirate."}, {}, "system_prompt is 'Answer as a pirate.'"),
+            ({"chunk_context": "passages"}, {}, "chunk_context_sha256 is"),
+            # With a gate, answers are full prefill's where the method is unsure: they say nothing about weaker gates.
+            ({}, {"min_confidence": 0.9}, "min_confidence is 0.9 in cacheclip@0.2)"),
+            ({}, {"correction": 0.25}, "0.25 in cacheclip@0.2)"),
         ],
     )
     def test_answers_that_were_asked_otherwise_make_no_promise(
-        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
+        self,
+        config: EngineConfig,
+        kept: Callable[..., Path],
+        settings: dict[str, Any],
+        changes: dict[str, Any],
+        named: str,
     ) -> None:
-        folder = kept(replace(config, **changes))
+        folder = kept(replace(config, **settings), **changes)
         with pytest.raises(ConfigurationError) as error:
             certify(config, quick=True, max_differ=0.1, answers=folder)
         assert named in str(error.value) and "Run cacheclip eval" in str(error.value)
-
-    @pytest.mark.parametrize(
-        ("changes", "named"), [({"min_confidence": 0.9}, "min_confidence is 0.9"), ({"correction": 0.25}, "0.25")]
-    )
-    def test_answers_of_another_method_of_the_name_make_no_promise(
-        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
-    ) -> None:
-        """With a gate, answers are full prefill's where the method is unsure: they say nothing about weaker gates."""
-        folder = kept(**changes)
-        with pytest.raises(ConfigurationError) as error:
-            certify(config, quick=True, max_differ=0.1, answers=folder)
-        assert f"{named} in cacheclip@0.2)" in str(error.value)
 
     @pytest.mark.long
     @pytest.mark.parametrize("planted", [False, True])
@@ -331,18 +321,13 @@ class TestCertify:
             assert len({each.question for each in asked}) == 5 and prompt.needle in needles and len(needles) == 3
             assert all(prompt.text.count(needle) == 1 for needle in needles)
 
-    def test_answers_of_others_make_none(
-        self, config: EngineConfig, tmp_path: Path, tiny_models: dict[str, str]
-    ) -> None:
-        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
-        Lab("others", records, config, planned_runs(["cacheclip"], [0.3], config), tmp_path / "eval").run()
-        asked = {"max_differ": 0.1, "answers": tmp_path / "eval"}
-        with pytest.raises(
-            ConfigurationError, match=r"expected answers of method 'cacheclip'.*--methods full,cacheclip"
-        ):
-            certify(config, **asked)  # type: ignore[arg-type]
+    def test_answers_of_others_make_none(self, config: EngineConfig, kept: Callable[..., Path], tmp_path: Path) -> None:
+        asked: dict[str, Any] = {"max_differ": 0.1, "answers": kept(ratio=0.3)}
+        message = r"expected answers of method 'cacheclip'.*--methods full,cacheclip"
+        with pytest.raises(ConfigurationError, match=message):
+            certify(config, **asked)
         with pytest.raises(ConfigurationError, match=r"certified models.*dtype is 'float32'.*another folder"):
-            certify(replace(config, dtype="bfloat16"), **asked)  # type: ignore[arg-type]
+            certify(replace(config, dtype="bfloat16"), **asked)
         with pytest.raises(ConfigurationError, match="expected the folder of a comparison.*--out"):
             certify(config, max_differ=0.1, answers=tmp_path)
         with pytest.raises(ConfigurationError, match="max_differ must be a share from 0.01 to 0.5, got 10"):
@@ -421,18 +406,11 @@ class TestCommand:
         monkeypatch.setenv("COLUMNS", "160")
         result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05", "--turns", "3"])
         assert result.exit_code == 1
-        for word in (
-            "Turns of conversations at ratio 0.05",
-            "continued",
-            "Verdict at ratio 0.05: not faithful",
-            "nominal",
-            "charged",
-            "Noise floor",
-            "no_future",
-            "0.1 nats at the first token and 0.05 along",
-            "Certificate:",
-        ):
-            assert word in " ".join(result.stdout.split()), word
+        shown = " ".join(result.stdout.split())
+        for word in ("continued", "nominal", "charged", "Noise floor", "no_future", "Certificate:"):
+            assert word in shown, word
+        assert "Turns of conversations at ratio 0.05" in shown and "Verdict at ratio 0.05: not faithful" in shown
+        assert "0.1 nats at the first token and 0.05 along" in shown
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -469,23 +447,20 @@ class TestCommand:
 
 class TestPrompts:
     def test_more_are_other_prompts_with_the_same_questions(self) -> None:
+        """Needles stand once and never in the first chunk, which is exact by itself."""
         many = bundled_prompts(200)
         assert many[:24] == bundled_prompts(24) and len({prompt.text for prompt in many}) == 200
         assert len({prompt.question for prompt in many}) == 24
-        assert all(
-            prompt.text.count(prompt.needle or "access number of") == (1 if prompt.needle else 0) for prompt in many
-        )
-
-    def test_needles_stand_once_and_never_in_the_first_chunk(self) -> None:
-        needles = [prompt for prompt in bundled_prompts(24) if prompt.needle]
-        assert len(needles) == 12
-        for prompt in needles:
-            assert prompt.text.count(prompt.needle or "") == 1
-            assert (prompt.needle or "") not in prompt.chunks[0]
+        assert len([prompt for prompt in many[:24] if prompt.needle]) == 12
+        for prompt in many:
+            if not prompt.needle:
+                assert "access number of" not in prompt.text
+                continue
+            assert prompt.text.count(prompt.needle) == 1 and prompt.needle not in prompt.chunks[0]
             assert prompt.text.count("access number of") == 4  # three places, and the question
 
     def test_questions_are_answered_behind_the_first_chunk(self) -> None:
-        """The first chunk is exact by itself: a question about it would measure nothing."""
+        """A question about it would measure nothing."""
         from cacheclip_lab.evaluation.prompts import _data
 
         data = _data()

@@ -66,14 +66,10 @@ class TestRows:
         assert abs(expected.answer_kl - slow(right, left).answer_kl) > 0.1
 
     def test_kl_of_tokens_ruled_out(self) -> None:
-        p = torch.tensor([0.0, 1.0, -INF])
-        assert float(kl_divergence(p, p)) == 0.0
-        assert float(kl_divergence(p, torch.tensor([0.0, -INF, 1.0]))) == INF
-        everywhere = torch.tensor([0.0, 1.0, -1.0])
-        assert float(kl_divergence(p, everywhere)) == pytest.approx(
-            math.log(1 + math.e + 1 / math.e) - math.log(1 + math.e)
-        )
-        assert float(kl_divergence(everywhere, p)) == INF
+        p, everywhere = torch.tensor([0.0, 1.0, -INF]), torch.tensor([0.0, 1.0, -1.0])
+        expected = math.log(1 + math.e + 1 / math.e) - math.log(1 + math.e)
+        assert float(kl_divergence(p, everywhere)) == pytest.approx(expected) and float(kl_divergence(p, p)) == 0.0
+        assert float(kl_divergence(everywhere, p)) == float(kl_divergence(p, torch.tensor([0.0, -INF, 1.0]))) == INF
 
 
 def slow_rows(runtime: Any, prefilled: Any, ids: list[int]) -> list[list[float]]:
@@ -360,31 +356,25 @@ class TestServed:
         assert session.asked[0][3]["along"] == [0, 1, 1, 2] and "along" not in session.asked[1][3]
 
     def test_what_agrees_is_not_asked_again(self) -> None:
-        reference = self.answer([47, 11], REFERENCE)
-        session = self.session({"direct": self.answer([0], REFERENCE)})
+        """What is not reused is no measurement."""
+        reference, said = self.answer([47, 11], REFERENCE), self.answer([0], REFERENCE)
+        session = self.session({"direct": said})
         found = served._measure(session, self.PROMPT, preset("direct"), reference)
         assert len(session.asked) == 1 and found.finds_needle and found.fidelity.agreement == 1.0
-
-    def test_what_is_not_reused_is_no_measurement(self) -> None:
-        answer = self.answer([0], REFERENCE)
-        answer.not_reused = "some chunks were not found in the store"
+        said.not_reused = "some chunks were not found in the store"
         with pytest.raises(ConfigurationError, match="cannot be certified with vLLM, .* not found in the store"):
-            served._measure(self.session({"direct": answer}), self.PROMPT, preset("direct"), answer)
+            served._measure(session, self.PROMPT, preset("direct"), said)
 
     @pytest.mark.parametrize(("dtype", "shift"), [("float32", 0.0), ("bfloat16", 0.0), ("bfloat16", 1.0)])
     def test_exactness(self, dtype: str, shift: float) -> None:
         """Two of four greedy tokens differ at ratio 1.0, and the noise floor is what differs between prefills."""
-        full = self.answer([0, 1, 1, 2], REFERENCE)
-        everything = self.answer([0], [[3.0, 1.0, 0.0, -1.8], OTHER[0], OTHER[2], REFERENCE[3]])
-        session = self.session(
-            {
-                "full single": self.answer([0], [[1.0, 2.0, 3.0, 4.0]]),
-                "full": full,
-                "direct single": self.answer([0], [[1.0, 2.5, 3.0, 3.75]]),
-                "epic": everything,
-            },
-            dtype=dtype,
-        )
+        answers = {
+            "full single": self.answer([0], [[1.0, 2.0, 3.0, 4.0]]),
+            "full": self.answer([0, 1, 1, 2], REFERENCE),
+            "direct single": self.answer([0], [[1.0, 2.5, 3.0, 3.75]]),
+            "epic": self.answer([0], [[3.0, 1.0, 0.0, -1.8], OTHER[0], OTHER[2], REFERENCE[3]]),
+        }
+        session = self.session(answers, dtype=dtype)
         base = torch.tensor([0.0, 1.0, 2.0, 3.0])
         seen: list[Any] = []
 
@@ -398,15 +388,13 @@ class TestServed:
 
         session.first_rows, session.shifted_rows = first_rows, shifted_rows
         found = served._check_exactness(session, self.PROMPT)
-        floor = found["noise_floor"]
+        floor, checks = found["noise_floor"], found["checks"]
         # the third row is of the prompt's beginning, and none of the prompt's own
         rows = [base + torch.tensor([0.1 * n, 0.0, 0.0, 0.0]) for n in (1, 2, 4, 5)]
         rows += 2 * [base - torch.tensor([0.0, 0.0, 0.0, shift])]
         assert floor["logits"] == pytest.approx(max(float((a - b).abs().max()) for a in rows for b in rows))
-        assert floor["kl"] == pytest.approx(
-            max(slow_kl(rows[0].tolist(), each.tolist()) for each in rows[1:]), rel=1e-4
-        )
-        checks = found["checks"]
+        kl = max(slow_kl(rows[0].tolist(), each.tolist()) for each in rows[1:])
+        assert floor["kl"] == pytest.approx(kl, rel=1e-4)
         limit = 1e-3 if dtype == "float32" else 2 * floor["logits"]
         for name, figure in (("ratio_1", 0.2), ("first_chunk", 0.5)):
             assert checks[name]["figure"] == pytest.approx(figure) and checks[name]["limit"] == pytest.approx(limit)

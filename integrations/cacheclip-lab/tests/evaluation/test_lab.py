@@ -52,13 +52,14 @@ def config(tiny_models: dict[str, str]) -> EngineConfig:
 
 
 def lab(
-    config: EngineConfig,
-    folder: Path | None = None,
-    records: Any = RECORDS,
-    methods: Any = METHODS,
-    variants: Any = None,
+    config: EngineConfig, folder: Path | None = None, records: Any = RECORDS, methods: Any = METHODS, own: Any = None
 ) -> Lab:
-    return Lab("tiny", records, config, planned_runs(methods, [0.2, 1.0], config, variants), folder)
+    """``own``: methods by names of one's own."""
+    return Lab("tiny", records, config, planned_runs(methods, [0.2, 1.0], config, own), folder)
+
+
+SHORT = [RECORDS[0], replace(RECORDS[1], chunks=RECORDS[1].chunks[:2]), RECORDS[2]]
+"""The second question has two chunks, the others three."""
 
 
 def variant(name: str, of: str, **changes: Any) -> dict[str, Method]:
@@ -74,41 +75,32 @@ class TestRun:
     def test_figures(self, config: EngineConfig) -> None:
         comparison = lab(config).run()
         assert len(comparison.items) == 3 * (1 + 1 + 3 * 2)
-        found = summarise(comparison)["methods"]
-        assert list(found) == [run.label for run in comparison.runs]
-        assert found["full"]["kl_to_full"] < 1e-6 and found["full"]["agreement_with_full"] == 1.0
-        assert (found["full"]["equal_answers"], found["full"]["first_token_agreement"]) == (1.0, 1.0)
+        rows = summarise(comparison)["methods"]
+        full, direct = rows["full"], rows["direct"]
+        assert list(rows) == [run.label for run in comparison.runs]
+        assert full["kl_to_full"] < 1e-6 and full["agreement_with_full"] == 1.0
+        assert (full["equal_answers"], full["first_token_agreement"]) == (1.0, 1.0)
         texts = {(item.label, item.id): item.answer for item in comparison.items}
         sure = {item.label: item.confidence for item in comparison.items}
         assert sure["full"] is None and sure["direct"] is not None and sure["cacheclip@0.2"] is not None
-        assert found["full"]["gate"] == [] and len(found["cacheclip@0.2"]["gate"]) == len(CONFIDENCES)
+        assert full["gate"] == [] and len(rows["cacheclip@0.2"]["gate"]) == len(CONFIDENCES)
         same = [texts["direct", each.id] == texts["full", each.id] for each in comparison.questions]
-        assert found["direct"]["equal_answers"] == pytest.approx(sum(same) / 3)
+        assert direct["equal_answers"] == pytest.approx(sum(same) / 3) and direct["kl_to_full"] > 1e-4
         for name in ("epic", "cacheclip", "query_attention"):
-            assert found[f"{name}@1"]["kl_to_full"] < 1e-6 and found[f"{name}@1"]["effective_ratio"] <= 1.0
+            assert rows[f"{name}@1"]["kl_to_full"] < 1e-6 and rows[f"{name}@1"]["effective_ratio"] <= 1.0
             # of each answer's chunks the first is exact, and the ratio is of all chunk tokens
-            assert found[f"{name}@0.2"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
-            assert found[f"{name}@0.2"]["kl_to_full"] > 1e-4
-        assert found["direct"]["kl_to_full"] > 1e-4
+            assert rows[f"{name}@0.2"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
+            assert rows[f"{name}@0.2"]["kl_to_full"] > 1e-4
 
     def test_answers_are_those_of_the_engine(self, config: EngineConfig) -> None:
-        from cacheclip_rag import SamplingParams
-
-        comparison = lab(config, methods=["cacheclip"]).run()
         engine = CacheClipEngine(config)
-        for item in comparison.items:
+        for item in lab(config, methods=["cacheclip"]).run().items:
             asked = ask(engine, next(r for r in RECORDS if r.id == item.id))
             engine.precompute(asked.chunks)
             method, _, ratio = item.label.partition("@")
-            answer = engine.generate(
-                asked.segments,
-                SamplingParams(max_tokens=asked.max_tokens),
-                method=method,
-                recompute_ratio=float(ratio or 0.2),
-                question=asked.record.question,
-            )
-            assert answer.text == item.answer
-            assert answer.stats.effective_ratio == item.effective_ratio
+            options: Any = {"method": method, "recompute_ratio": float(ratio or 0.2), "max_tokens": asked.max_tokens}
+            answer = engine.generate(asked.segments, question=asked.record.question, **options)
+            assert (answer.text, answer.stats.effective_ratio) == (item.answer, item.effective_ratio)
 
     def test_full_prefill_again_differs_by_rounding_alone(self, config: EngineConfig) -> None:
         comparison = lab(config, methods=["full-again", "direct"]).run()
@@ -156,9 +148,9 @@ class TestRun:
             lab(config, records=[long]).run()
 
     def test_a_prompt_is_never_measured_after_itself(self, config: EngineConfig) -> None:
-        alone = [replace(one, chunks=one.chunks[:1]) for one in RECORDS[:1]]
-        found = summarise(lab(config, records=alone, methods=["prefix"]).run())["methods"]
-        assert found["prefix"]["effective_ratio"] == 1.0
+        alone = [replace(RECORDS[0], chunks=RECORDS[0].chunks[:1])]
+        rows = summarise(lab(config, records=alone, methods=["prefix"]).run())["methods"]
+        assert rows["prefix"]["effective_ratio"] == 1.0
 
     @pytest.mark.long
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
@@ -172,9 +164,8 @@ class TestRun:
 
     def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
         unsure = variant("unsure", "direct", min_confidence=1.0)
-        found = summarise(lab(config, methods=["direct", "unsure"], variants=unsure).run())["methods"]
-        assert found["unsure"]["answered_plainly"] == 3
-        assert found["direct"]["answered_plainly"] is None
+        rows = summarise(lab(config, methods=["direct", "unsure"], own=unsure).run())["methods"]
+        assert (rows["unsure"]["answered_plainly"], rows["direct"]["answered_plainly"]) == (3, None)
 
     @pytest.mark.long
     def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +181,7 @@ class TestRun:
         assert len(engines) == 1 and not any(engines[0].is_stored(p.as_read) for r in RECORDS for p in r.chunks)
 
 
-class TestBadRecords:
+class TestMethodsThatFail:
     def test_what_cannot_be_asked_is_left_out(self, config: EngineConfig) -> None:
         bad: list[tuple[dict[str, Any], str]] = [
             ({"metric": "bleu"}, "metric must be one of f1, "),
@@ -217,8 +208,6 @@ class TestBadRecords:
         with pytest.raises(MissingExtraError, match="pip install"):
             lab(config, methods=["direct"]).run()
 
-
-class TestMethodsThatFail:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
     def test_an_error_in_the_middle_stops_the_run_and_costs_no_question(
@@ -230,14 +219,13 @@ class TestMethodsThatFail:
             return original(self, request, scores)
 
         original = Direct.select
-        records = [RECORDS[0], replace(RECORDS[1], chunks=RECORDS[1].chunks[:2]), RECORDS[2]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Direct, "select", fail)
             with pytest.raises(type(error)) as raised:
-                lab(config, tmp_path / "run", records, ["direct"]).run()
+                lab(config, tmp_path / "run", SHORT, ["direct"]).run()
         told = f"{raised.value} {getattr(raised.value, '__notes__', '')}"
         assert "method 'direct' at question 'q1'" in told and str(error) in told
-        comparison = lab(config, tmp_path / "run", records, ["direct"]).run()
+        comparison = lab(config, tmp_path / "run", SHORT, ["direct"]).run()
         assert not comparison.skipped and len(comparison.items) == 6
 
     @pytest.mark.parametrize("name", ["first_token_kl", "gold_logprob"])
@@ -245,18 +233,17 @@ class TestMethodsThatFail:
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         def follow(self: Reference, prefilled: Any, **options: Any) -> Any:
-            found = original(self, prefilled, **options)
+            distance = original(self, prefilled, **options)
             if prefilled.stats.method != "direct" or len(prefilled.layout.chunks) != 2:
-                return found
+                return distance
             nan = float("nan")
             if name == "gold_logprob":
-                return replace(found, gold_logprob=nan)
-            return replace(found, fidelity=replace(found.fidelity, first_token_kl=nan))
+                return replace(distance, gold_logprob=nan)
+            return replace(distance, fidelity=replace(distance.fidelity, first_token_kl=nan))
 
         original = Reference.follow
         monkeypatch.setattr(Reference, "follow", follow)
-        records = [RECORDS[0], replace(RECORDS[1], chunks=RECORDS[1].chunks[:2]), RECORDS[2]]
-        one = lab(config, tmp_path / "run", records, ["direct"])
+        one = lab(config, tmp_path / "run", SHORT, ["direct"])
         comparison = one.run()
         assert one.skipped == {"q1": f"{name} of method 'direct' is nan."}
         assert summarise(comparison)["n"] == 2
@@ -264,17 +251,17 @@ class TestMethodsThatFail:
 
 class TestResume:
     @pytest.mark.long
-    def test_a_resumed_run_equals_an_uninterrupted_one(self, config: EngineConfig, tmp_path: Path) -> None:
-        methods = ["direct", "cacheclip"]
+    def test_a_resumed_run_equals_an_uninterrupted_one(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        methods, folder = ["direct", "cacheclip"], tmp_path / "killed"
         whole = lab(config, tmp_path / "whole", methods=methods).run()
-        folder = tmp_path / "killed"
         lab(config, folder, methods=methods).run()
         journal = folder / "items.jsonl"
         lines = journal.read_bytes().splitlines(keepends=True)
         assert len(lines) == len(whole.items)
         journal.write_bytes(b"".join(lines[:7]) + lines[7][:40])  # killed while the eighth was written
         asked: list[str] = []
-        resumed = lab(config, folder, methods=methods)
         original = Lab._ask
 
         def spy(self: Lab, engine: Any, one: Record, runs: Any) -> Any:
@@ -282,25 +269,23 @@ class TestResume:
                 asked.append(item.label)
                 yield item
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Lab, "_ask", spy)
-            comparison = resumed.run()
+        monkeypatch.setattr(Lab, "_ask", spy)
+        comparison = lab(config, folder, methods=methods).run()
         assert len(asked) == len(lines) - 7
         assert without_times(comparison) == without_times(whole)
         assert len(journal.read_text().splitlines()) == len(lines)
 
     def test_a_variant_that_has_changed_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         """Whatever it is called: answers of two methods must not be counted as those of one."""
-        runs = ({"correction": 0.5}, {"correction": 0.0}, {"correction": 0.5})
-        outcomes = []
-        for changes in runs:
-            variants = variant("mine", "epic", **changes)
-            try:
-                lab(config, tmp_path / "run", RECORDS[:1], ["mine"], variants).run()
-                outcomes.append("ran")
-            except ConfigurationError as error:
-                outcomes.append("refused" if "correction of mine@0.2 is 0.5 there" in str(error) else str(error))
-        assert outcomes == ["ran", "refused", "ran"]
+
+        def run(correction: float) -> None:
+            variants = variant("mine", "epic", correction=correction)
+            lab(config, tmp_path / "run", RECORDS[:1], ["mine"], variants).run()
+
+        run(0.5)
+        with pytest.raises(ConfigurationError, match="correction of mine@0.2 is 0.5 there"):
+            run(0.0)
+        run(0.5)
 
     def test_questions_may_be_added_and_left_out(self, config: EngineConfig, tmp_path: Path) -> None:
         folder = tmp_path / "run"
@@ -316,9 +301,7 @@ class TestResume:
         folder = tmp_path / "run"
         lab(config, folder, RECORDS[:2], ["direct"]).run()
         changed = [RECORDS[0], *(replace(other, answers=("Another",)) for other in RECORDS[1:])]
-        message = (
-            "the questions that .*run holds answers to, got others with the same ids: q1 changed since.*Give these"
-        )
+        message = "questions that .*run holds answers to, got others with the same ids: q1 changed since.*Give these"
         with pytest.raises(ConfigurationError, match=message):
             lab(config, folder, changed, ["direct"]).run()
         lab(config, folder, [changed[0], changed[2]], ["direct"]).run()
@@ -365,25 +348,21 @@ class TestResume:
     def test_the_day_does_not_change(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        folder = tmp_path / "dated"
-        shutil.copytree(config.primary, folder)
-        template = (folder / "chat_template.jinja").read_text()
-        dated = template.replace("assistant\n", "assistant on {{ strftime_now('%d %b %Y') }}\n")
-        assert dated != template
-        (folder / "chat_template.jinja").write_text(dated)
+        template = shutil.copytree(config.primary, tmp_path / "dated") / "chat_template.jinja"
+        dated = template.read_text().replace("assistant\n", "assistant on {{ strftime_now('%d %b %Y') }}\n")
+        template.write_text(dated)
         asked: list[str] = []
 
         def spy(*arguments: Any, **options: Any) -> Any:
-            found = ask(*arguments, **options)
-            asked.append("".join(segment.text for segment in found.segments))
-            return found
+            question = ask(*arguments, **options)
+            asked.append("".join(segment.text for segment in question.segments))
+            return question
 
         monkeypatch.setattr("cacheclip_lab.evaluation.lab.ask", spy)
-        config = replace(config, primary=str(folder))
-        monkeypatch.setattr("time.strftime", lambda *_: "28 Feb 2031")
-        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
-        monkeypatch.setattr("time.strftime", lambda *_: "01 Mar 2031")
-        comparison = lab(config, tmp_path / "run", RECORDS[:2], ["direct"]).run()
+        config = replace(config, primary=str(template.parent))
+        for count, day in ((1, "28 Feb 2031"), (2, "01 Mar 2031")):
+            monkeypatch.setattr("time.strftime", lambda *_, day=day: day)
+            comparison = lab(config, tmp_path / "run", RECORDS[:count], ["direct"]).run()
         assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
         assert comparison.settings["date"] == "28 Feb 2031"
 
@@ -444,13 +423,12 @@ class TestQuestions:
         chunks = prefilled.layout.chunks
         assert known_kv(prefilled.layout, chunks).is_exact(chunks[0]), "the instruction is shared prefix"
 
-    def test_needles_open_the_answer(self, config: EngineConfig) -> None:
+    def test_records_say_how_they_are_asked(self, config: EngineConfig) -> None:
+        """Needles open the answer; Chinese questions have their own F1."""
         meta = {"opening": "Some are hidden.\n", "closing": "\nWhat are they?", "answer_prefix": " They are"}
         asked = ask(CacheClipEngine(config), record(0, **meta, metric="string_match_all", max_tokens=128))
         assert asked.segments[-1] == Fresh(" They are")
         assert asked.metrics[0] == "string_match_all" and asked.max_tokens == 128
-
-    def test_chinese_questions_have_their_own_f1(self, config: EngineConfig) -> None:
         chinese = replace(record(0, max_tokens=None), question="本产品安全手册由哪家公司出版？")
         asked = ask(CacheClipEngine(config), chinese)
         assert asked.metrics[0] == "f1_zh" and asked.max_tokens == 64
@@ -478,26 +456,27 @@ class TestQuestions:
 
 
 class TestPlan:
-    def test_full_comes_first_and_once(self, config: EngineConfig) -> None:
-        labels = [planned.run.label for planned in planned_runs(["epic", "full", "epic"], [0.1, 0.3], config)]
-        assert labels == ["full", "epic@0.1", "epic@0.3"]
+    @pytest.mark.parametrize(
+        ("methods", "ratios", "labels"),
+        [
+            (["epic", "full", "epic"], [0.1, 0.3], ["full", "epic@0.1", "epic@0.3"]),  # full once, and first
+            # ratios that print alike are two runs
+            (["epic"], [0.2, 0.2000000001, 0.20, 1.0], ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]),
+        ],
+    )
+    def test_labels(self, config: EngineConfig, methods: list[str], ratios: list[float], labels: list[str]) -> None:
+        assert [planned.run.label for planned in planned_runs(methods, ratios, config)] == labels
 
     def test_all_without_an_auxiliary_leaves_out_what_needs_one(self, config: EngineConfig) -> None:
         without = replace(config, auxiliary=None)
-        assert (
-            every_method(without)[1] == ["cacheclip", "cacheclip-gated", "cacheclip-paper"]
-            and every_method(config)[1] == []
-        )
+        methods, left_out = every_method(without)
+        assert left_out == ["cacheclip", "cacheclip-gated", "cacheclip-paper"] and every_method(config)[1] == []
         labels = [planned.method.name for planned in planned_runs(["all"], [0.2], without)]
-        assert labels == every_method(without)[0] and "cacheclip" not in labels
+        assert labels == methods and "cacheclip" not in labels
 
     def test_unknown_method(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="method must be auto, a Method or one of full"):
             planned_runs(["nonsense"], [0.2], config)
-
-    def test_ratios_that_print_alike_are_two_runs(self, config: EngineConfig) -> None:
-        labels = [planned.run.label for planned in planned_runs(["epic"], [0.2, 0.2000000001, 0.20, 1.0], config)]
-        assert labels == ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]
 
 
 class TestCommand:
@@ -507,14 +486,15 @@ class TestCommand:
         return CliRunner().invoke(app, ["eval", *map(str, arguments)])
 
     @pytest.fixture
+    def models(self, tiny_models: dict[str, str]) -> list[str]:
+        return ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+
+    @pytest.fixture
     def dataset(self, tmp_path: Path) -> Path:
         path = tmp_path / "tiny.jsonl.gz"
-        lines = [
+        lines: list[dict[str, Any]] = [
             {
-                "id": r.id,
-                "task": r.task,
-                "question": r.question,
-                "answers": list(r.answers),
+                **{name: getattr(r, name) for name in ("id", "task", "question", "answers")},
                 "chunks": [{"title": p.title, "text": p.text} for p in r.chunks],
                 "meta": {},
             }
@@ -526,25 +506,23 @@ class TestCommand:
         return path
 
     @pytest.mark.some(3)
-    @pytest.mark.parametrize(("given", "expected"), [(None, INSTRUCTION), ("Else.", "Else."), ("", None)])
+    @pytest.mark.parametrize(
+        ("toml", "expected"), [("", INSTRUCTION), ('system_prompt = "Else."', "Else."), ('system_prompt = ""', None)]
+    )
     def test_the_system_prompt_is_that_of_the_settings(
-        self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path, given: str | None, expected: str | None
+        self, dataset: Path, models: list[str], tmp_path: Path, toml: str, expected: str | None
     ) -> None:
         """So that answers show something about an engine with these settings."""
-        file = tmp_path / "own.toml"
-        file.write_text("" if given is None else f'system_prompt = "{given}"\n')
-        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--settings", file)
-        result = self.run("--dataset", dataset, *models, "--methods", "direct", "--limit", "1", "--out", tmp_path / "o")
+        (file := tmp_path / "own.toml").write_text(toml)
+        options = ("--settings", file, "--methods", "direct", "--limit", "1", "--out", tmp_path / "o")
+        result = self.run("--dataset", dataset, *models, *options)
         assert result.exit_code == 0, result.output
         assert json.loads((tmp_path / "o" / "settings.json").read_text())["system_prompt"] == expected
 
-    def test_json_and_report(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
-        file = tmp_path / "variants.toml"
-        file.write_text(
-            "[four]\npreset = 'epic'\nbudget.first = 4\nbudget.type = 'cacheclip_lab.comparators.FixedStarts'\n"
-        )
+    def test_json_and_report(self, dataset: Path, models: list[str], tmp_path: Path) -> None:
+        out, file = tmp_path / "out", tmp_path / "variants.toml"
+        budget = "budget.first = 4\nbudget.type = 'cacheclip_lab.comparators.FixedStarts'\n"
+        file.write_text(f"[four]\npreset = 'epic'\n{budget}")
         methods = ("--methods", "direct,four", "--variants", file)
         result = self.run("--dataset", dataset, *models, *methods, "--out", out, "--json")
         assert result.exit_code == 0, result.output
@@ -564,10 +542,8 @@ class TestCommand:
         assert {path.name for path in out.iterdir()} == {"items.jsonl", "settings.json", *FILES.values()}
         assert json.loads((out / FILES["summary"]).read_text()) == summary
         again = self.run("--dataset", dataset, *models, "--methods", "direct", "--out", out)
-        assert again.exit_code == 0 and list(json.loads((out / FILES["summary"]).read_text())["methods"]) == [
-            "full",
-            "direct",
-        ]
+        assert again.exit_code == 0
+        assert list(json.loads((out / FILES["summary"]).read_text())["methods"]) == ["full", "direct"]
 
     def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
         (tmp_path / "thesis").mkdir()
@@ -576,24 +552,22 @@ class TestCommand:
         result = self.run("--dataset", dataset, *models, "--methods", "direct", "--out", tmp_path / "thesis")
         assert result.exit_code != 0 and "thesis is not empty and holds no comparison" in str(result.exception)
 
-    def test_all_without_an_auxiliary_says_what_is_left_out(self, dataset: Path, tiny_models: dict[str, str]) -> None:
-        models = ("--primary", tiny_models["llama"], "--auxiliary", "none")
-        result = self.run("--dataset", dataset, *models, "--methods", "all", "--limit", 1, "--json")
+    def test_all_without_an_auxiliary_says_what_is_left_out(self, dataset: Path, models: list[str]) -> None:
+        options = (*models[:2], "--auxiliary", "none", "--methods", "all", "--limit", 1, "--json")
+        result = self.run("--dataset", dataset, *options)
         assert result.exit_code == 0, result.output
         methods = json.loads(result.stdout)["methods"]
         assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
-        told = result.stderr.splitlines()[0]
-        assert (
-            told == "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-gated, cacheclip-paper"
-        )
+        told = "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-gated, cacheclip-paper"
+        assert result.stderr.splitlines()[0] == told
 
     @pytest.mark.skipif("qwen3_5_text" not in CONFIG_MAPPING, reason="this transformers is too old")
     @pytest.mark.parametrize("methods", [(), ("--methods", "all")])
     def test_what_a_model_with_recurrent_layers_cannot_run_is_left_out(
-        self, methods: tuple[str, ...], dataset: Path, tiny_models: dict[str, str], tmp_path: Path
+        self, methods: tuple[str, ...], dataset: Path, models: list[str], tmp_path: Path
     ) -> None:
-        models = ("--primary", build_class(tmp_path / "m", "qwen3_5_text"), "--auxiliary", tiny_models["auxiliary"])
-        result = self.run("--dataset", dataset, *models, *methods, "--limit", 1, "--json")
+        primary = ("--primary", build_class(tmp_path / "m", "qwen3_5_text"))
+        result = self.run("--dataset", dataset, *primary, *models[2:], *methods, "--limit", 1, "--json")
         assert result.exit_code == 0, result.output
         others = ["prefix"] if methods else ["full-again", "full-reordered"]
         assert list(json.loads(result.stdout)["methods"]) == ["full", *others, "direct", "epic@0.2"]
@@ -601,12 +575,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
-            (["--dataset", "nowhere.jsonl", "--ratios", "much"], "numbers from 0 to 1"),
-            (["--dataset", "nowhere.jsonl", "--half", "third"], "half must be one of dev, test"),
+            ([], "nowhere.jsonl"),
+            (["--ratios", "much"], "numbers from 0 to 1"),
+            (["--half", "third"], "half must be one of dev, test"),
         ],
     )
-    def test_bad_input(self, arguments: list[str], message: str, tiny_models: dict[str, str]) -> None:
-        models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
-        result = self.run(*models, *arguments)
+    def test_bad_input(self, arguments: list[str], message: str, models: list[str]) -> None:
+        result = self.run(*models, "--dataset", "nowhere.jsonl", *arguments)
         assert result.exit_code != 0 and message in str(result.exception)
