@@ -18,13 +18,7 @@ from cacheclip_ingest.plan import IngestPlan
 from cacheclip_ingest.splitting import Splitter
 from ingest_cases import LetterEmbedder, Workshop
 
-from cacheclip_rag import (
-    CacheClipEngine,
-    ConfigurationError,
-    DocumentError,
-    DownloadError,
-    StoreError,
-)
+from cacheclip_rag import CacheClipEngine, ConfigurationError, DocumentError, DownloadError, StoreError
 from cacheclip_rag.models import checkpoints
 
 
@@ -262,11 +256,7 @@ def test_a_packaged_model_is_the_same_with_and_without_its_prefix(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("made", "now"),
-    [
-        ("/old/tiny-llama", "/new/place/tiny-llama"),
-        ("/old/tiny.Q4_K_M.gguf", "./tiny.Q4_K_M.gguf"),
-    ],
+    ("made", "now"), [("/old/tiny-llama", "/new/place/tiny-llama"), ("/old/tiny.Q4_K_M.gguf", "./tiny.Q4_K_M.gguf")]
 )
 def test_a_model_that_was_moved_is_the_same(tmp_path: Path, made: str, now: str) -> None:
     """By the last part of its path: KV is found by digests."""

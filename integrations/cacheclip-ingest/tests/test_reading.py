@@ -20,14 +20,7 @@ from cacheclip_ingest.html import _Page
 from cacheclip_ingest.text import DocumentText, cleaned, notes_on_markdown
 from pdf_cases import annotate, form, image, pdf, stream, with_parts
 from pypdf import PdfReader, PdfWriter
-from pypdf.generic import (
-    ArrayObject,
-    DictionaryObject,
-    NameObject,
-    NumberObject,
-    PdfObject,
-    TextStringObject,
-)
+from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject, PdfObject, TextStringObject
 
 from cacheclip_rag import DocumentError
 
@@ -207,13 +200,7 @@ class TestDataInText:
         assert cleaned(text) == text and "16000 characters" in cleaned(text).notes[0]
 
     @pytest.mark.parametrize(
-        "line",
-        [
-            "{place:08x}  {0} {1}  |....|",
-            "{place:06X}: {0}-{1}",
-            "> {place:04x} {0} {1}",
-            "{2}",
-        ],
+        "line", ["{place:08x}  {0} {1}  |....|", "{place:06X}: {0}-{1}", "> {place:04x} {0} {1}", "{2}"]
     )
     def test_hexadecimal_lines_stay_and_are_noted(self, line: str) -> None:
         data = random.Random(1).randbytes(1600)

@@ -60,7 +60,7 @@ def at(commands: bytes) -> bytes:
 
 HIDDEN = {
     Unseen.TRANSPARENT: [
-        *(at(b"3 Tr"), b"BT /F1 12 Tf 3 Tr 14 TL 72 600 Td (Oth) ' 0 0 (er) \" [(.) -300 (.)] TJ ET", at(b"/Clear gs")),
+        *(at(b"3 Tr"), b"BT /F1 12 Tf 3 Tr 14 TL 72 600 Td (Oth) ' 0 0 (er) \" [(.) -300 (.)] TJ ET", at(b"/Clear gs"))
     ],
     Unseen.ON_WHITE: [
         *(at(b"1 g"), at(b"1 1 1 rg"), at(b"0 0 0 0 k"), at(b"0.99 0.98 0.99 rg"), at(b"/DeviceRGB cs 1 1 1 sc")),

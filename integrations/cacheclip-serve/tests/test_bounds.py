@@ -61,10 +61,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": 10**300}, "64 bits"),
     "seed": ({"seed": -(10**300)}, "64 bits"),
     "number in a tool": ({"tools": [tool({"const": 10**300})]}, "64 bits"),
-    "number in a call": (
-        {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "index": 10**300}]}]},
-        "64 bits",
-    ),
+    "number in a call": ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "index": 10**300}]}]}, "64 bits"),
 }
 
 

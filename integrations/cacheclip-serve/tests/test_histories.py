@@ -389,8 +389,7 @@ def test_half_a_character_in_an_old_turn(served: Served, old: dict[str, Any]) ->
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 @pytest.mark.parametrize(
-    "fields",
-    [{"content": HALF}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}],
+    "fields", [{"content": HALF}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}]
 )
 def test_instructions_hold_in_every_turn(served: Served, role: str, fields: dict[str, Any]) -> None:
     """So nothing of them is left out; null says nothing."""

@@ -923,8 +923,7 @@ class TestStarting:
         assert "no valid certificate" in failed["message"]
 
     @pytest.mark.parametrize(
-        ("told", "plain", "starts"),
-        [("fused", WORDS, True), ("plain", WORDS, False), ("fused", WORDS[1:], False)],
+        ("told", "plain", "starts"), [("fused", WORDS, True), ("plain", WORDS, False), ("fused", WORDS[1:], False)]
     )
     def test_a_vllm_that_was_never_tried(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, told: str, plain: list[str], starts: bool

@@ -155,11 +155,7 @@ class TestReady:
 
 class TestPlanner:
     def test_settings_without_effect_are_refused(self, made: dict[str, Any]) -> None:
-        for name, value in (
-            ("finish", "verify"),
-            ("max_ttft_s", 1.0),
-            ("recompute_ratio", "auto"),
-        ):
+        for name, value in (("finish", "verify"), ("max_ttft_s", 1.0), ("recompute_ratio", "auto")):
             with pytest.raises(ConfigurationError, match=name):
                 Planner(**{**made["options"], name: value})
         with pytest.raises(ConfigurationError, match="store"):

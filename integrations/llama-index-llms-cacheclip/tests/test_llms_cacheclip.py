@@ -65,10 +65,7 @@ def llm(tmp_path: Path) -> CacheClipLLM:
 def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     """On a transformer."""
     return CacheClipLLM(
-        primary=tiny_models["llama"],
-        auxiliary=tiny_models["auxiliary"],
-        store=str(tmp_path / "store"),
-        max_tokens=12,
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
     )
 
 
@@ -125,15 +122,7 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     assert llm.engine.is_stored(chunks[0])
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "cacheclip",
-        "block",
-        vary(preset("epic"), {"chunk_context": "prefix"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("method", ["cacheclip", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str)
 def test_what_was_precomputed_hits_with_the_method_of_the_llm(
     tiny: CacheClipLLM, chunks: list[str], answers: Answers, method: Any
 ) -> None:

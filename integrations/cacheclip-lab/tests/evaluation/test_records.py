@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_lab.evaluation.records import (
-    Record,
-    RecordChunk,
-    SkippedRecord,
-    read_records,
-    read_together,
-)
+from cacheclip_lab.evaluation.records import Record, RecordChunk, SkippedRecord, read_records, read_together
 
 from cacheclip_rag import ConfigurationError
 

@@ -7,11 +7,7 @@ import re
 import pytest
 from cacheclip_ingest import LibrarySettings
 from cacheclip_ingest.embedding import Embedder
-from cacheclip_lab.packaged.catalogue import (
-    PACKAGED_MODELS,
-    PackagedModel,
-    packaged_name,
-)
+from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS, PackagedModel, packaged_name
 from cacheclip_lab.packaged.pull import pull
 
 from cacheclip_rag import EngineConfig

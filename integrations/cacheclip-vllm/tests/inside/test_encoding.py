@@ -186,10 +186,7 @@ class TestRefused:
                 made.engine(None).precompute(CHUNKS)
 
     def test_a_rounded_cache(self, setting: Setting, tmp_path: Path) -> None:
-        with (
-            pytest.raises(ValueError, match="rounded cache"),
-            encoding(setting, tmp_path, kv_cache_dtype="fp8_e5m2"),
-        ):
+        with pytest.raises(ValueError, match="rounded cache"), encoding(setting, tmp_path, kv_cache_dtype="fp8_e5m2"):
             pass
 
 

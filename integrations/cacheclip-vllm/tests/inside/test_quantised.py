@@ -11,16 +11,7 @@ import torch
 from cacheclip_testing import build_model
 from cacheclip_vllm.offline import FusedLLM
 from safetensors.torch import load_file, save_file
-from vllm_engines import (
-    CHUNKS,
-    MODELS,
-    PROMPTS,
-    Setting,
-    check_against_its_own_full,
-    encoding,
-    outcomes,
-    sampling,
-)
+from vllm_engines import CHUNKS, MODELS, PROMPTS, Setting, check_against_its_own_full, encoding, outcomes, sampling
 
 from cacheclip_rag import CacheClipEngine, UnsupportedModelError
 

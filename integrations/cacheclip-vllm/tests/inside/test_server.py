@@ -39,10 +39,7 @@ WORDS = {
     "required": ["words"],
     "additionalProperties": False,
 }
-TOOL = {
-    "type": "function",
-    "function": {"name": "search", "parameters": WORDS},
-}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": WORDS}}
 
 
 @dataclass

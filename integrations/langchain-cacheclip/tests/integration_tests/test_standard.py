@@ -16,10 +16,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from langchain_tests.integration_tests import (
-    ChatModelIntegrationTests,
-    VectorStoreIntegrationTests,
-)
+from langchain_tests.integration_tests import ChatModelIntegrationTests, VectorStoreIntegrationTests
 
 from cacheclip_rag.models import register_runtime
 

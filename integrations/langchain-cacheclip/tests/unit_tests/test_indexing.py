@@ -73,13 +73,7 @@ class TestMethods:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(
-        "method",
-        [
-            "anchored",
-            "block",
-            vary(preset("epic"), {"chunk_context": "prefix"}),
-        ],
-        ids=str,
+        "method", ["anchored", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str
     )
     @pytest.mark.parametrize("way", ["store", "transformer"])
     async def test_all_are_hit(
