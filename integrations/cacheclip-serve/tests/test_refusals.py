@@ -213,9 +213,7 @@ def test_of_prompts_that_are_too_long_together(served: Served) -> None:
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_answers_do_not_tell_where_files_are(
-    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_stay_secret(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither errors nor statistics: messages for operators name the model by its path."""
     models = {"primary": tiny_models["llama-rope-dynamic"], "auxiliary": tiny_models["auxiliary"]}
     with running(EngineConfig(**models, store=tmp_path / "store", method="direct")) as found:

@@ -44,9 +44,7 @@ def settings(tool_model: str) -> dict[str, Any]:
 
 
 class TestLlamaIndex:
-    def test_what_it_says_of_itself(
-        self, tool_model: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_its_words(self, tool_model: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert issubclass(CacheClipLLM, FunctionCallingLLM)
         assert CacheClipLLM(primary=tool_model).metadata.is_function_calling_model
         assert not CacheClipLLM(primary=tiny_models["llama"]).metadata.is_function_calling_model
@@ -85,9 +83,7 @@ class TestLlamaIndex:
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize("streaming", [True, False])
-    async def test_an_agent_reuses_what_its_tool_found(
-        self, llm: CacheClipLLM, chunks: list[str], streaming: bool
-    ) -> None:
+    async def test_agents_reuse_what_tools_find(self, llm: CacheClipLLM, chunks: list[str], streaming: bool) -> None:
         llm.engine.precompute(chunks[:2])
 
         def search(query: str) -> str:

@@ -131,9 +131,7 @@ class TestParents:
         assert hits(llm, read) == len(read) > 0
         assert sorted(retriever.docstore.yield_keys()) == [f"parent-{n}" for n in range(4)]
 
-    async def test_deleted_and_changed_parents_are_released(
-        self, llm: ChatCacheClip, documents: list[Document]
-    ) -> None:
+    async def test_deleted_or_changed_parents_are_released(self, llm: ChatCacheClip, documents: list[Document]) -> None:
         store = CacheClipDocumentStore(InMemoryStore(), llm)
         store.mset([("a", documents[0]), ("b", documents[1])])
         store.mset([("a", documents[2])])
@@ -226,9 +224,7 @@ class TestOtherMethods:
         assert store.get_by_ids(["a"])[0].page_content == documents[3].page_content
 
     @pytest.mark.parametrize("name", ["delete_collection", "reset_collection", "truncate", "wipe_documents"])
-    def test_emptied(
-        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str
-    ) -> None:
+    def test_empty(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str) -> None:
         other = CacheClipVectorStore(Chromatic(DeterministicFakeEmbedding(size=8)), llm)
         other.add_documents(documents[1:3], ids=["c", "d"])
         getattr(store, name)()
@@ -265,9 +261,7 @@ class TestOtherMethods:
         store.purge("a")
         assert stored(llm, documents[:2]) == [False, True]
 
-    def test_a_name_that_does_not_tell_is_said_once(
-        self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_unknown_names_are_said_once(self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture) -> None:
         assert [store.compact(), store.compact(), asyncio.run(store.arewind()), store.peek(), len(caplog.records)] == [
             *(2, 2, 2, 2, 2)
         ]
