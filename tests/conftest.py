@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ from thinned import examples, some_of  # noqa: F401
 __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tokenizer"]
 
 
+Make = Callable[..., Any]
+"""Makes an engine with these settings (fixture ``make``)."""
+Models, Patch, Logs = dict[str, str], pytest.MonkeyPatch, pytest.LogCaptureFixture
+"""Types of the fixtures ``tiny_models``, ``monkeypatch`` and ``caplog``."""
 LLAMA = TINY_MODELS["llama"]
 DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]
 of = tiny_spec
@@ -50,3 +55,26 @@ def lose(monkeypatch: pytest.MonkeyPatch, caches: Any, *texts: str) -> None:
         return reading
 
     monkeypatch.setattr(caches, "read_ahead", losing)
+
+
+def spied(patch: Patch, owner: Any, name: str, before: Callable[..., Any] | None = None) -> list[tuple[Any, ...]]:
+    """Positional arguments of the calls that come, each noted after ``before`` ran with all its arguments."""
+    called, calls = getattr(owner, name), list[tuple[Any, ...]]()
+
+    def spy(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*args, **options)
+        calls.append(args)
+        return called(*args, **options)
+
+    patch.setattr(owner, name, spy)
+    return calls
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that fails, whatever it is called with."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail

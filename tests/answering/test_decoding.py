@@ -1,7 +1,5 @@
 """Choosing tokens and turning them into text."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,22 +12,21 @@ from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cacheclip_rag import SamplingParams
+from cacheclip_rag import ConfigurationError, SamplingParams
 from cacheclip_rag.answering.decoding import Sampler, _logprobs, room_for
 from cacheclip_rag.answering.text import TextStream
-from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
+from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
-from tests.conftest import examples
+from tests.conftest import Models, Patch, examples
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"
 
 
 @pytest.fixture
-def runtime(tiny_models: dict[str, str]) -> ModelRuntime:
+def runtime(tiny_models: Models) -> ModelRuntime:
     return load_model(tiny_models["llama"])
 
 
@@ -142,9 +139,7 @@ class TestTextStream:
         ids=st.lists(st.integers(0, 399), max_size=30),
         stop=st.lists(st.text("ab e\n", min_size=1, max_size=3), max_size=2),
     )
-    def test_pieces_join_to_the_text_for_any_tokens(
-        self, tiny_models: dict[str, str], ids: list[int], stop: list[str]
-    ) -> None:
+    def test_pieces_join_to_the_text_for_any_tokens(self, tiny_models: Models, ids: list[int], stop: list[str]) -> None:
         """Any ids at all, broken bytes among them: joined pieces are the text, and the text is cut at the stop."""
         runtime = load_model(tiny_models["llama"])
         pieces, stream = streamed(runtime, ids, stop)
@@ -272,7 +267,7 @@ class TestLogprobs:
         bytes_of = TokenBytes.of(fast)
         assert {piece: bytes_of(fast.convert_tokens_to_ids(piece)) for piece in known} == known
 
-    def test_costs_no_more_with_many_added_tokens(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_costs_no_more_with_many_added_tokens(self, runtime: ModelRuntime, monkeypatch: Patch) -> None:
         """A tokenizer copies all of them at each look. Candidates do not decode the token before them again."""
         looks, decoded = [], []
         kind = type(runtime.tokenizer)

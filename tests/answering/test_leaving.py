@@ -1,7 +1,5 @@
 """Who leaves the queue wakes those who wait behind: nobody else does, if they woke first and went to sleep again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

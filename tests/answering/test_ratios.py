@@ -1,7 +1,5 @@
 """``recompute_ratio="auto"`` without the distribution that knows times."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

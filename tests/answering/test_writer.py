@@ -1,20 +1,17 @@
 """Chunks are written in batches: the same KV, sources and errors as one by one."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, StoreError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, PromptTooLongError, SamplingParams, StoreError
 from cacheclip_rag.chunks.batches import in_batches
-from tests.conftest import CHUNKS, SENTENCES, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, Models, Patch, rag_prompt
 
 
-def test_batches_keep_the_order_and_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_keep_the_order_and_the_limits(monkeypatch: Patch) -> None:
     texts = ["a" * 3000, *["b" * 1000] * 5, "c", "d" * 2400]
     batches = list(in_batches(texts, str))
     assert [text for batch in batches for text in batch] == texts
@@ -37,7 +34,7 @@ def test_items_are_taken_when_they_are_needed() -> None:
 
 
 @pytest.fixture
-def calls(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(engine: CacheClipEngine, monkeypatch: Patch) -> list[int]:
     """Number of chunks in each call of the primary's ``encode_many``."""
     runtime, seen = engine.primary, []
     real = runtime.encode_many
@@ -51,7 +48,7 @@ def calls(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 
 def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
-    engine: CacheClipEngine, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    engine: CacheClipEngine, tiny_models: Models, monkeypatch: Patch
 ) -> None:
     engine.precompute(CHUNKS)
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
@@ -70,9 +67,7 @@ def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
     assert stored == [False, True, True, True] and not other.texts.index.known(CHUNKS[0])
 
 
-def test_chunks_wait_as_long_as_another_process_has_the_catalog(
-    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_wait_as_long_as_another_process_has_the_catalog(engine: CacheClipEngine, monkeypatch: Patch) -> None:
     def busy() -> None:
         cause = sqlite3.OperationalError("database is locked")
         cause.sqlite_errorcode = sqlite3.SQLITE_BUSY
@@ -88,9 +83,7 @@ def test_chunks_wait_as_long_as_another_process_has_the_catalog(
     assert engine.is_stored(CHUNKS[0])
 
 
-def test_other_machines_hear_of_sources_that_are_removed(
-    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_hear_of_sources_that_are_removed(engine: CacheClipEngine, monkeypatch: Patch) -> None:
     """Also of those whose texts stay."""
     engine.precompute({CHUNKS[0]: [("n1", "d1"), ("n2", "d2")]})
     told: list[str] = []

@@ -1,15 +1,12 @@
 """What the tests of the engine share: short answers, a prompt, what must add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.measuring import PHASES, Prefilled
+from cacheclip_rag.methods import Method
 
 SHORT = SamplingParams(max_tokens=12)
 

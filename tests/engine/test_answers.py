@@ -1,42 +1,30 @@
 """What the engine answers, at once and streamed, and what it says about it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import PromptTooLongError
+from cacheclip_rag import CacheClipEngine, PromptTooLongError, SamplingParams
 from cacheclip_rag.methods import PRESET_NAMES, preset
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Make, Patch, spied
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 
 class TestStats:
-    @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.2, 0.37, 0.5])
-    def test_effective_ratio_is_the_nominal_to_a_token(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], ratio: float
-    ) -> None:
-        engine = make()
-        engine.precompute(chunks)
+    @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.2, 0.37, 0.5, 1.0])
+    def test_effective_ratio_is_the_nominal_to_a_token(self, make: Make, chunks: list[str], ratio: float) -> None:
+        engine = make(stored=chunks)
         answer = engine.generate(rag(chunks), SHORT, recompute_ratio=ratio)
         check_sums(answer)
         stats = answer.stats
-        assert stats.nominal_ratio == ratio
-        assert abs(stats.recomputed_tokens - ratio * stats.chunk_tokens) <= 1
-        assert abs(stats.effective_ratio - ratio) <= 1 / stats.chunk_tokens
-        assert stats.charged_ratio == stats.effective_ratio
+        assert stats.nominal_ratio == ratio and stats.charged_ratio == stats.effective_ratio
         assert (stats.method, stats.fallback, stats.hits, stats.misses) == ("cacheclip", None, len(chunks), 0)
-
-    def test_exact_tokens_explain_a_ratio_below_one(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        stats = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0).stats
         assert stats.exact_tokens == len(engine.primary.tokenize(chunks[0]))
-        assert stats.recomputed_tokens == stats.chunk_tokens - stats.exact_tokens
-        assert stats.effective_ratio < 1.0 == stats.effective_ratio_of_stale
+        if ratio == 1.0:
+            assert stats.recomputed_tokens == stats.chunk_tokens - stats.exact_tokens
+            assert stats.effective_ratio < 1.0 == stats.effective_ratio_of_stale
+        else:
+            assert abs(stats.recomputed_tokens - ratio * stats.chunk_tokens) <= 1
+            assert abs(stats.effective_ratio - ratio) <= 1 / stats.chunk_tokens
 
 
 class TestStreaming:
@@ -53,7 +41,7 @@ class TestStreaming:
         assert last is not None and (last.text, last.token_ids) == (whole.text, whole.token_ids)
         assert len(events) > 2
 
-    def test_end_of_turn(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_end_of_turn(self, engine: CacheClipEngine, monkeypatch: Patch) -> None:
         """The ending token is counted, and not a part of the text."""
         whole = engine.generate("Hello", SamplingParams(max_tokens=30))
         assert whole.finish_reason == "length"
@@ -65,33 +53,25 @@ class TestStreaming:
         assert answer.text == engine.primary.decode_ids(answer.token_ids[:-1])
 
     def test_ends_with_the_context(self, engine: CacheClipEngine) -> None:
-        prompt = "word " * 600
+        prompt, params = "word " * 600, SamplingParams(max_tokens=50)
         tokens = engine.generate(prompt, SamplingParams(max_tokens=1)).stats.prompt_tokens
         prompt += "\x00" * (engine.primary.context_tokens - tokens - 5)  # one token each
-        answer = engine.generate(prompt, SamplingParams(max_tokens=50))
+        answer = engine.generate(prompt, params)
         assert answer.stats.prompt_tokens == engine.primary.context_tokens - 5
         assert len(answer.token_ids) == 5 and answer.finish_reason == "length"
         with pytest.raises(PromptTooLongError, match=", 1 more than the 2047"):
-            engine.generate(prompt + "\x00" * 5, SamplingParams(max_tokens=50))
-        assert len(engine.generate(prompt + "\x00" * 4, SamplingParams(max_tokens=50)).token_ids) == 1
+            engine.generate(prompt + "\x00" * 5, params)
+        assert len(engine.generate(prompt + "\x00" * 4, params).token_ids) == 1
 
 
 class TestQuestion:
     def selected(self, engine: CacheClipEngine, prompt: str, question: str | None) -> list[int]:
-        chosen: list[torch.Tensor] = []
-        original = engine.primary.run_rows
-
-        def spy(cache: Any, ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            chosen.append(positions)
-            return original(cache, ids, positions, *args, **kwargs)
-
         engine.prefixes.clear()
-        engine.primary.run_rows = spy  # type: ignore[method-assign]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            calls = spied(patch, engine.primary, "run_rows")
             engine.generate(prompt, SamplingParams(max_tokens=1), question=question, recompute_ratio=0.2)
-        finally:
-            del engine.primary.run_rows
-        return chosen[-1].tolist()
+        positions: torch.Tensor = calls[-1][2]
+        return positions.tolist()
 
     def test_it_decides_what_is_recomputed(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
@@ -101,17 +81,11 @@ class TestQuestion:
         assert any(other != default for other in others) and others[0] != others[1]
         assert all(len(other) == len(default) for other in others)
 
-    def test_default_is_the_text_after_the_last_chunk(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+    def test_default_is_the_text_behind_or_before_the_chunks(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
-        prompt = rag(chunks, "Who went ashore in 1962?")
-        assert self.selected(engine, prompt, None) == self.selected(
-            engine, prompt, "Question: Who went ashore in 1962?"
-        )
-
-    def test_question_before_the_chunks(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        prompt = "Who went ashore?\n\n" + "\n\n".join(chunks)
-        assert self.selected(engine, prompt, None) == self.selected(engine, prompt, "Who went ashore?")
+        behind, before = rag(chunks, "Who went ashore in 1962?"), "Who went ashore?\n\n" + "\n\n".join(chunks)
+        for prompt, question in ((behind, "Question: Who went ashore in 1962?"), (before, "Who went ashore?")):
+            assert self.selected(engine, prompt, None) == self.selected(engine, prompt, question)
 
 
 class TestSeeds:
@@ -120,11 +94,8 @@ class TestSeeds:
 
     @pytest.mark.some(6)
     @pytest.mark.parametrize("method", PRESET_NAMES)
-    def test_a_seed_gives_the_same_tokens(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str
-    ) -> None:
-        engine = make(method=method, prefix_cache_bytes=0)
-        engine.precompute(chunks)
+    def test_a_seed_gives_the_same_tokens(self, make: Make, chunks: list[str], method: str) -> None:
+        engine = make(stored=chunks, method=method, prefix_cache_bytes=0)
 
         def ask(seed: int, question: str = "Who?") -> tuple[int, ...]:
             params = SamplingParams(max_tokens=6, temperature=1.0, seed=seed)

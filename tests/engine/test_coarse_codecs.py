@@ -1,7 +1,5 @@
 """KV that was stored by a coarser codec than the model computes in never enters the prefix cache, which is exact."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.prompt.segments import Segment
+from cacheclip_rag import CacheClipEngine, SamplingParams, Segment
+from cacheclip_rag.measuring import Prefilled
 from cacheclip_rag.store import decode_frame, encode_frame
 from tests.conftest import rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
@@ -36,15 +33,15 @@ def opening(
 
     def build(codec: str) -> Case:
         if request.param == "a stored prefix":
-            engine = make(codec=codec, method="direct", system_prompt="Answer from these texts and nothing else.")
-            engine.precompute(chunks)
+            engine = make(
+                stored=chunks, codec=codec, method="direct", system_prompt="Answer from these texts and nothing else."
+            )
             opening = "Here they are. Read them first, and read them with care, before you answer:\n\n"
             return engine, engine.segment(opening + rag_prompt(chunks))
         folder = tmp_path / codec
         shutil.copytree(tiny_models["llama"], folder)
         (folder / "chat_template.jinja").unlink()
-        engine = make(codec=codec, method="direct", primary=str(folder))
-        engine.precompute(chunks)
+        engine = make(stored=chunks, codec=codec, method="direct", primary=str(folder))
         return engine, engine.segment(rag_prompt(chunks))
 
     return build

@@ -1,14 +1,10 @@
 """A chunk cache of the auxiliary model that is damaged when it is read is computed again as it was stored."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from tests.conftest import lose, rag_prompt
+from cacheclip_rag import SamplingParams
+from tests.conftest import Make, Patch, lose, rag_prompt
 from tests.fusion.cases import gap
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
@@ -17,12 +13,11 @@ RATIOS = (0.1, 0.2, 0.3, 0.5)
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("context", ["prefix", "passages"])
-def test_it_is_computed_in_its_own_context(
-    make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, context: str
-) -> None:
+def test_it_is_computed_in_its_own_context(make: Make, chunks: list[str], monkeypatch: Patch, context: str) -> None:
     """Lossless codecs, so that nothing but what the chunk is computed behind can change what is chosen."""
-    engine = make(chunk_context=context, codec="float32", system_prompt="Answer from the texts, and briefly.")
-    engine.precompute(chunks)
+    engine = make(
+        stored=chunks, chunk_context=context, codec="float32", system_prompt="Answer from the texts, and briefly."
+    )
 
     def asked() -> list[torch.Tensor]:
         found = []

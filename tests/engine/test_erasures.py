@@ -4,31 +4,27 @@ A call of ``look_at_all`` stands for ten seconds; the clock has a test of its ow
 that no test says that something is still there.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Container, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.store import ChunkStore, TenantStore, erasures
-from cacheclip_rag.store.catalog import Catalog
+from cacheclip_rag import CacheClipEngine, StoreError
+from cacheclip_rag.store import Catalog, ChunkStore, MemoryBackend, TenantStore, Tiers, erasures
 from cacheclip_rag.store.erasures import LOOK_S, Erasures, look_at_all
-from cacheclip_rag.store.memory import MemoryBackend
-from cacheclip_rag.store.tiers import Tiers
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Logs, Make, Models, Patch, raising
 from tests.engine.asking import SHORT, rag
 
-Make = Callable[..., CacheClipEngine]
+Pair = tuple[CacheClipEngine, CacheClipEngine]
 
 
 @pytest.fixture
@@ -38,7 +34,7 @@ def passages() -> list[str]:
 
 
 @pytest.fixture
-def pair(make: Make, tmp_path: Path, passages: list[str]) -> tuple[CacheClipEngine, CacheClipEngine]:
+def pair(make: Make, tmp_path: Path, passages: list[str]) -> Pair:
     """Two engines on one folder; the second one holds KV of the passages in every place of its memory."""
     options = {"store": tmp_path / "store", "method": "cacheclip", "recompute_ratio": 0.4}
     one, other = make(**options), make(**options, memory_bytes=1 << 28)
@@ -67,7 +63,7 @@ class TestOneProcess:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("others", [False, True])
     def test_what_an_engine_erased_itself_is_not_dropped_twice(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], others: bool
+        self, pair: Pair, passages: list[str], others: bool
     ) -> None:
         """Answers after its own erasure keep their KV at the next look, unless another engine erased something, too."""
         one, other = pair
@@ -81,39 +77,29 @@ class TestOneProcess:
         assert (kept(other) == (0, 0, 0)) is others and all(kept(other)) is not others
 
     @pytest.mark.some(3)
-    @pytest.mark.parametrize("erase", ["release", "source", "drop", "delete"])
-    def test_everything_goes_with_the_next_look(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], erase: str
-    ) -> None:
+    @pytest.mark.parametrize("erase", ["release", "source", "drop", "delete", "a text that was never stored"])
+    def test_everything_goes_with_the_next_look(self, pair: Pair, passages: list[str], erase: str) -> None:
+        """Prompts may have held a text that was never stored."""
         one, other = pair
         one.precompute(passages[:1], source="a")
         keys = [caches.key(passages[0]) for caches in one.chunk_caches()]
-        {
+        ways: dict[str, Callable[[], Any]] = {
             "release": lambda: one.release(passages[:1]),
             "source": lambda: one.release(sources=["a"]),
             "drop": lambda: one.store.chunk_store.drop_tenant("default"),
             "delete": lambda: one.store.delete(keys),
-        }[erase]()
+        }
+        ways.get(erase, lambda: one.release([erase]))()
         look_at_all()
         assert kept(other) == (0, 0, 0)
-        assert in_memory(other, passages) == ([] if erase == "drop" else passages[1:])
-
-    def test_a_text_that_was_never_stored(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
-    ) -> None:
-        """Prompts may have held it."""
-        one, other = pair
-        assert one.release(["It is in no store."]) == 0
-        look_at_all()
-        assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages
+        assert in_memory(other, passages) == ([] if erase == "drop" else passages[erase in ways :])
 
     def test_what_other_tenants_erase_costs_nothing(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], make: Make, passages: list[str], tmp_path: Path
+        self, pair: Pair, make: Make, passages: list[str], tmp_path: Path
     ) -> None:
         _, other = pair
         before = kept(other)
-        south = make(store=tmp_path / "store", namespace="south")
-        south.precompute(passages[:1])
+        south = make(stored=passages[:1], store=tmp_path / "store", namespace="south")
         south.release(passages[:1])
         other.precompute(passages)
         look_at_all()
@@ -129,45 +115,29 @@ class TestOneProcess:
         look_at_all()
         assert kept(other) == (0, 0, 0)
 
-    def test_an_answer_that_began_before(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    def test_an_answer_that_began_before_and_a_copy_that_a_slow_read_leaves(
+        self, pair: Pair, passages: list[str]
     ) -> None:
         one, other = pair
-        events = other.stream(rag(passages, "When?"), SHORT)
+        key, tiers = other.parts.models.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
+        events, data = other.stream(rag(passages, "When?"), SHORT), tiers.get_many([key])[key]
         next(events)
         one.release(passages[:1])
         look_at_all()
         list(events)
         assert kept(other)[:2] == (0, 0)
-
-    def test_a_copy_that_a_slow_read_leaves_there(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
-    ) -> None:
-        one, other = pair
-        key, tiers = other.parts.models.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
-        data = tiers.get_many([key])[key]
-        one.release(passages[:1])
-        look_at_all()
         tiers.promote(key, data, 1)
         look_at_all()
         assert in_memory(other, passages) == passages[1:]
 
     def test_a_catalog_that_cannot_be_asked_is_asked_again(
-        self,
-        pair: tuple[CacheClipEngine, CacheClipEngine],
-        passages: list[str],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, pair: Pair, passages: list[str], monkeypatch: Patch, caplog: Logs
     ) -> None:
         one, other = pair
         one.release(passages[:1])
         with monkeypatch.context() as patched:
-
-            def fails(*_: Any) -> Any:
-                raise StoreError("the disk is gone")
-
-            patched.setattr(Catalog, "erasures", fails)
-            patched.setattr(Catalog, "unknown_of", fails)
+            for name in ("erasures", "unknown_of"):
+                patched.setattr(Catalog, name, raising(StoreError("the disk is gone")))
             look_at_all()
             look_at_all()
         said = [each for each in caplog.messages if "what others erase" in each]
@@ -175,51 +145,35 @@ class TestOneProcess:
         look_at_all()
         assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages[1:]
 
-    def test_one_who_fails_holds_up_nobody(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], make: Make, passages: list[str], tmp_path: Path
-    ) -> None:
+    def test_one_who_fails_holds_up_nobody(self, pair: Pair) -> None:
         """And is asked again."""
         _, other = pair
-        asked: list[str] = []
-
-        class Failing:
-            def drop_kv(self) -> None:
-                asked.append("once more")
-                raise MemoryError("no room")
-
-        failing = Failing()
+        failing = Holder(raising(MemoryError("no room")))
         other.store.chunk_store.erasures.watch("default", failing)
         other.store.catalog.note_erasure("default")
         look_at_all()
         assert kept(other) == (0, 0, 0)
-        count = len(asked)
+        count = failing.dropped
         look_at_all()
-        assert len(asked) > count >= 1
+        assert failing.dropped > count >= 1
 
-    def test_a_catalog_that_was_deleted(self, pair: tuple[CacheClipEngine, CacheClipEngine], tmp_path: Path) -> None:
-        """Nobody knows what was erased before."""
+    @pytest.mark.parametrize("is_made_anew", [False, True])
+    def test_a_catalog_that_was_deleted(self, pair: Pair, tmp_path: Path, is_made_anew: bool) -> None:
+        """Nobody knows what was erased before, nor does one that another process makes anew between two looks."""
         _, other = pair
         files = tmp_path / "store"
         for file in files.glob("catalog.sqlite3*"):
             file.unlink()
+        if is_made_anew:
+            with closing(ChunkStore.open(files)) as beside:
+                beside.complete()
+                assert beside.catalog.erasures("default") == 0
+                look_at_all()
+                assert kept(other) == (0, 0, 0)
+            return
         look_at_all()
-        assert kept(other) == (0, 0, 0)
-        assert not [*other.store.chunk_store.tiers.backends[0].list()]
+        assert kept(other) == (0, 0, 0) and not [*other.store.chunk_store.tiers.backends[0].list()]
         assert not [*files.glob("catalog.sqlite3*")], "who deletes a store does not find it made anew"
-
-    def test_a_catalog_that_another_process_made_anew(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], tmp_path: Path
-    ) -> None:
-        """Between two looks: it does not say what was erased before."""
-        _, other = pair
-        for file in (tmp_path / "store").glob("catalog.sqlite3*"):
-            file.unlink()
-        beside = ChunkStore.open(tmp_path / "store")
-        beside.complete()
-        assert beside.catalog.erasures("default") == 0
-        look_at_all()
-        assert kept(other) == (0, 0, 0)
-        beside.close()
 
     def test_a_store_that_is_made_later(self, make: Make, passages: list[str], tmp_path: Path) -> None:
         """That is no erasure."""
@@ -230,9 +184,7 @@ class TestOneProcess:
         look_at_all()
         assert engine.prefixes.stats.bytes == before > 0
 
-    def test_a_closed_engine_holds_nothing_and_is_watched_again(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
-    ) -> None:
+    def test_a_closed_engine_holds_nothing_and_is_watched_again(self, pair: Pair, passages: list[str]) -> None:
         one, other = pair
         store = other.store.chunk_store
         other.close()
@@ -243,74 +195,75 @@ class TestOneProcess:
         look_at_all()
         assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages[1:]
 
-    def test_a_store_without_an_engine(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], tmp_path: Path
-    ) -> None:
+    def test_a_store_without_an_engine(self, pair: Pair, passages: list[str], tmp_path: Path) -> None:
         one, _ = pair
         key = one.parts.models.caches_after_prefix.key(passages[0])
-        store = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
-        assert store.get(key) is not None and key in store.chunk_store.tiers.backends[0].list()
-        putting = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
+        store, putting = (
+            TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default") for _ in range(2)
+        )
+        assert store.get(key) is not None
         putting.put(key, torch.zeros(1, 2, 1, 3, 4), "float32", text=passages[0])
-        assert key in putting.chunk_store.tiers.backends[0].list()
-        one.release(passages[:1])
-        look_at_all()
+        for is_erased in (False, True):
+            assert all((key in each.chunk_store.tiers.backends[0].list()) != is_erased for each in (store, putting))
+            one.release(passages[:1])
+            look_at_all()
         for each in (store, putting):
-            assert key not in each.chunk_store.tiers.backends[0].list()
             each.close()
 
     def test_memory_that_is_free_but_still_holds_kv(
-        self, make: Make, tmp_path: Path, passages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, make: Make, tmp_path: Path, passages: list[str], monkeypatch: Patch
     ) -> None:
         """On a GPU, PyTorch keeps it, page-locked memory too."""
-        engine, given = make(store=tmp_path / "store"), list[str]()
+        engine, emptied = make(store=tmp_path / "store"), list[str]()
         engine.generate(rag(passages), SHORT)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("of the GPU"))
-        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("page-locked"), raising=False)
+        for owner, name in ((torch.cuda, "empty_cache"), (torch.accelerator, "empty_host_cache")):
+            monkeypatch.setattr(owner, name, lambda name=name: emptied.append(name), raising=False)
         engine.store.catalog.note_erasure("default")
         look_at_all()
-        assert {*given} == {"of the GPU", "page-locked"}
+        assert {*emptied} == {"empty_cache", "empty_host_cache"}
 
 
 class Numbers:
-    """A catalog whose number of erasures is told to it."""
+    """A catalog whose number of erasures is told to it, and names of methods that fail."""
 
     number: int | None = 1
     fails: Container[str] = ()
-    """Names of methods."""
+    meanwhile: Callable[[], Any] = staticmethod(lambda: None)
 
-    def __init__(self) -> None:
-        self.meanwhile = lambda: None
+    def _check(self, name: str) -> None:
+        if name in self.fails:
+            raise StoreError("the disk is gone")
 
     def erasures(self, namespace: str) -> int | None:
         self.meanwhile()
-        if "erasures" in self.fails:
-            raise StoreError("the disk is gone")
+        self._check("erasures")
         return self.number
 
     def unknown_of(self, keys: Sequence[str]) -> list[str]:
-        if "unknown_of" in self.fails:
-            raise StoreError("the disk is gone")
+        self._check("unknown_of")
         return []
 
 
 class Holder:
     """Counts how often it dropped its KV, and does something else meanwhile."""
 
-    def __init__(self) -> None:
-        self.dropped, self.meanwhile = 0, lambda: None
+    def __init__(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        self.dropped, self.meanwhile = 0, meanwhile
 
     def drop_kv(self) -> None:
         self.dropped += 1
         self.meanwhile()
 
 
+Watched = tuple[Erasures, Numbers, Holder]
+
+
 class TestMeanwhile:
     """What happens while a holder drops its KV."""
 
     @pytest.fixture
-    def watched(self) -> tuple[Erasures, Numbers, Holder]:
+    def watched(self) -> Watched:
         numbers, holder = Numbers(), Holder()
         tiers = Tiers([MemoryBackend(), MemoryBackend()])
         tiers.put("key", b"payload")
@@ -318,13 +271,13 @@ class TestMeanwhile:
         found.watch("default", holder)
         return found, numbers, holder
 
-    def test_it_leaves(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+    def test_it_leaves(self, watched: Watched) -> None:
         found, numbers, holder = watched
         holder.meanwhile, numbers.number = lambda: found.unwatch(holder), 2
         found.look()
         assert not found.is_watched
 
-    def test_the_catalog_is_another_one(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+    def test_the_catalog_is_another_one(self, watched: Watched) -> None:
         """Also if it says the same number."""
         found, numbers, holder = watched
         holder.meanwhile = found.doubt
@@ -335,7 +288,7 @@ class TestMeanwhile:
         found.look()
         assert holder.dropped == 3
 
-    def test_a_catalog_that_fails_at_first(self, watched: tuple[Erasures, Numbers, Holder]) -> None:
+    def test_a_catalog_that_fails_at_first(self, watched: Watched) -> None:
         """Nobody knows what was erased by the time it answers."""
         found, numbers, _ = watched
         late, numbers.fails = Holder(), {"erasures"}
@@ -344,9 +297,7 @@ class TestMeanwhile:
         found.look()
         assert late.dropped == 1
 
-    def test_an_outage_is_said_once(
-        self, watched: tuple[Erasures, Numbers, Holder], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_outage_is_said_once(self, watched: Watched, caplog: Logs) -> None:
         """It is over when everything can be asked."""
         found, numbers, _ = watched
         for fails, said in (({"erasures"}, 1), ({"unknown_of"}, 1), ((), 1), ({"unknown_of"}, 2), ({"erasures"}, 2)):
@@ -356,37 +307,28 @@ class TestMeanwhile:
 
 
 class TestClock:
-    def test_the_thread_looks_every_ten_seconds(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_thread_looks_every_ten_seconds(self, pair: Pair, passages: list[str], monkeypatch: Patch) -> None:
         one, other = pair
         slept, mine, own_sleep = list[float](), threading.current_thread(), erasures.time.sleep
 
-        class Over(Exception):
-            pass
-
-        class FakeTime:
-            @staticmethod
-            def sleep(seconds: float) -> None:
-                if threading.current_thread() is not mine:
-                    own_sleep(seconds)
-                    return
-                if slept:
-                    raise Over
+        def sleep(seconds: float) -> None:
+            if threading.current_thread() is not mine:
+                own_sleep(seconds)
+            elif slept:
+                raise InterruptedError
+            else:
                 slept.append(seconds)
 
         one.release(passages[:1])
-        monkeypatch.setattr(erasures, "time", FakeTime)
-        with pytest.raises(Over):
+        monkeypatch.setattr(erasures, "time", SimpleNamespace(sleep=sleep))
+        with pytest.raises(InterruptedError):
             erasures._follow()
         assert slept == [LOOK_S] == [10.0] and kept(other) == (0, 0, 0)
         assert any(each.name == "cacheclip-erasures" and each.daemon for each in threading.enumerate())
 
     @pytest.mark.long
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
-    def test_a_child_of_a_fork_has_a_thread_of_its_own(
-        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
-    ) -> None:
+    def test_a_child_of_a_fork_has_a_thread_of_its_own(self, pair: Pair, passages: list[str]) -> None:
         """It has the parent's KV, also if nobody asks it anything."""
         one, _ = pair
         key = one.parts.models.caches_after_prefix.key(passages[0])
@@ -431,9 +373,8 @@ print(*held(), flush=True)
 
 
 @pytest.mark.long
-def test_two_processes(tiny_models: dict[str, str], make: Make, passages: list[str], tmp_path: Path) -> None:
-    one = make(store=tmp_path / "store", auxiliary=None, method="anchored")
-    one.precompute(passages)
+def test_two_processes(tiny_models: Models, make: Make, passages: list[str], tmp_path: Path) -> None:
+    one = make(stored=passages, store=tmp_path / "store", auxiliary=None, method="anchored")
     arguments = [sys.executable, "-c", ANOTHER_PROCESS, tiny_models["llama"], str(tmp_path / "store")]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None

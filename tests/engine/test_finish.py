@@ -1,30 +1,27 @@
 """Verified finishing: answers from approximate KV, verified or corrected by the exact KV completed beside them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import Answer, CacheClipEngine, Event, SamplingParams
+from cacheclip_rag import Answer, CacheClipEngine, ConfigurationError, Event, SamplingParams
 from cacheclip_rag.answering import verification
 from cacheclip_rag.answering.text import TextStream
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import Message
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, QUESTION, Logs, Make, Models, Patch, rag_prompt, raising, spied
 from tests.engine.asking import SHORT, check_sums
 
 AT_THE_END, IN_THE_MIDDLE, AT_ONCE = 16, 96, 4096
 """Rows of a block: when the exact KV of :data:`PROMPT` is complete."""
 PROMPT = rag_prompt(CHUNKS)
 WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.72), ("epic", None)]
-Make = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +31,23 @@ def engines() -> dict[str, CacheClipEngine]:
 
 
 @pytest.fixture
-def finishing(
-    tiny_models: dict[str, str], engines: dict[str, CacheClipEngine], monkeypatch: pytest.MonkeyPatch
-) -> Make:
+def finishing(tiny_models: Models, engines: dict[str, CacheClipEngine], monkeypatch: Patch) -> Make:
     """Engines on any tiny model that never ends its turn, with the chunks stored; ``rows`` of a block."""
 
     def build(name: str = "llama", *, rows: int = AT_THE_END, **options: Any) -> CacheClipEngine:
         monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
         monkeypatch.setattr(load_model(tiny_models[name]), "eos_ids", frozenset())
-        if name in engines and not options:
-            engines[name].prefixes.clear()
-            return engines[name]
         models = {"primary": tiny_models[name], "auxiliary": tiny_models["auxiliary"]}
-        engine = CacheClipEngine(**{**models, **CACHECLIP, **options})
-        engine.precompute(CHUNKS)
+        engine = None if options else engines.get(name)
+        if engine is None:
+            engine = CacheClipEngine(**{**models, **CACHECLIP, **options})
+            engine.precompute(CHUNKS)
         if not options:
             engines[name] = engine
+            engine.prefixes.clear()
         return engine
 
     return build
-
-
-@pytest.fixture
-def end_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[CacheClipEngine, int], None]:
-    """Make a token the end of the model's turn."""
-    return lambda engine, token: monkeypatch.setattr(engine.primary, "eos_ids", frozenset([token]))
 
 
 def apply(events: Iterable[Event]) -> tuple[str, Answer]:
@@ -163,34 +152,24 @@ class TestRevise:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
-    def test_an_end_that_full_prefill_does_not_choose(
-        self, finishing: Make, end_at: Callable[[CacheClipEngine, int], None], rows: int
-    ) -> None:
-        engine = finishing(rows=rows)
-        given, full, at = divergent(engine)
-        end_at(engine, given.token_ids[at])
-        assert given.token_ids[at] not in full.token_ids[: at + 1]
-        ended = fresh(engine, PROMPT, SHORT, method="direct")
-        assert ended.finish_reason == "stop" and ended.token_ids == given.token_ids[: at + 1]
-        expected = fresh(engine, PROMPT, SHORT, method="full")
-        engine.prefixes.clear()
-        text, answer = apply(engine.stream(PROMPT, SHORT, method="direct", finish="revise"))
-        assert answer.token_ids == expected.token_ids and text == answer.text == expected.text
-        assert answer.finish_reason == expected.finish_reason
-
-    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
-    def test_an_end_that_full_prefill_chooses(
-        self, finishing: Make, end_at: Callable[[CacheClipEngine, int], None], rows: int
+    @pytest.mark.parametrize("is_chosen", [False, True])
+    def test_an_end_that_full_prefill_chooses_or_not(
+        self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool
     ) -> None:
         """The first exact token may be the end: the answer ends there, and what came after is withdrawn."""
         engine = finishing(rows=rows)
         given, full, at = divergent(engine)
-        assert full.token_ids[at] not in given.token_ids
-        end_at(engine, full.token_ids[at])
+        (end, others), runtime = ((full, given) if is_chosen else (given, full)), engine.primary
+        assert end.token_ids[at] not in (others.token_ids if is_chosen else others.token_ids[: at + 1])
+        monkeypatch.setattr(runtime, "eos_ids", frozenset([end.token_ids[at]]))
+        ended, expected = (fresh(engine, PROMPT, SHORT, method=method) for method in ("direct", "full"))
         engine.prefixes.clear()
         text, answer = apply(engine.stream(PROMPT, SHORT, method="direct", finish="revise"))
-        assert answer.token_ids == full.token_ids[: at + 1] and answer.finish_reason == "stop"
-        assert text == answer.text == engine.primary.decode_ids(full.token_ids[:at])
+        assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert text == answer.text == expected.text
+        short = expected if is_chosen else ended
+        assert short.finish_reason == "stop" and short.token_ids == end.token_ids[: at + 1]
+        assert short.text == runtime.decode_ids(end.token_ids[:at])
 
     @pytest.mark.long
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
@@ -260,31 +239,23 @@ class TestVerify:
         assert verified.token_ids == full.token_ids != given.token_ids
         assert (verified.stats.verified_tokens, verified.stats.diverged_at) == (len(full.token_ids), None)
 
-    def test_a_block_after_each_token(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_block_after_each_token(self, finishing: Make, monkeypatch: Patch) -> None:
         """Nothing before the first token, no more than a block between two tokens, the rest after the last one."""
         engine = finishing()
         engine.prefixes.clear()
-        runtime: Any = engine.primary
-        read: list[tuple[int, int]] = []
-        extend = type(runtime).extend
-
-        def watched(self: Any, state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
-            read.append((start, len(ids)))
-            return extend(self, state, ids, start, **options)
-
         stream = engine.stream(PROMPT, SHORT, method="direct", finish="verify")
-        monkeypatch.setattr(type(runtime), "extend", watched)
+        calls = spied(monkeypatch, type(engine.primary), "extend")
         first = next(stream)
-        assert first.text and read == []
-        answer = [first, *stream][-1].answer
-        assert answer is not None
+        assert first.text and calls == []
+        answer: Any = [first, *stream][-1].answer
+        read = [(start, len(ids)) for _, _, ids, start in calls]
         blocks, rest = read[: len(answer.token_ids) - 1], read[len(answer.token_ids) - 1 :]
         assert all(rows == AT_THE_END for _, rows in blocks)
         assert all(start + rows == after for (start, rows), (after, _) in pairwise(read)), "in prompt order"
         assert rest[0][0] + rest[0][1] == answer.stats.prompt_tokens
         assert rest[1:] == [(answer.stats.prompt_tokens, len(answer.token_ids) - 1)]
 
-    def test_long_answers_are_read_in_blocks(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_answers_are_read_in_blocks(self, finishing: Make, monkeypatch: Patch) -> None:
         monkeypatch.setattr(verification, "_ANSWER_BLOCK_ROWS", 3)
         monkeypatch.setattr(verification, "_LARGE_BLOCK_ROWS", 50)
         engine = finishing()
@@ -300,70 +271,57 @@ class TestVerify:
         full = fresh(engine, PROMPT, SHORT, method="full")
         assert fresh(engine, PROMPT, SHORT, finish="revise").token_ids == full.token_ids
         assert finishing().config.finish == "none"
-
-    @pytest.mark.parametrize("finish", ["always", "", True, 1])
-    def test_senseless_settings(self, finishing: Make, finish: Any) -> None:
-        with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
-            CacheClipEngine(finish=finish)
-        with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
-            finishing().generate(PROMPT, SHORT, finish=finish)
+        for wrong in ("always", "", True, 1):
+            for call in (
+                lambda wrong=wrong: CacheClipEngine(finish=wrong),
+                partial(engine.generate, "Hi", finish=wrong),
+            ):
+                with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
+                    call()
 
     def test_exact_answers_are_not_verified(self, finishing: Make) -> None:
-        """Neither plain prefill nor a chunk right behind its prefix."""
-        engine = finishing(finish="revise")
+        """Neither plain prefill nor a chunk right behind its prefix, unless it is stored by a coarse codec."""
+        engine, alone = finishing(finish="revise"), rag_prompt(CHUNKS[:1])
         for method in ("full", "prefix"):
             assert fresh(engine, PROMPT, SHORT, method=method).stats.verified_tokens is None, method
-        alone = fresh(engine, rag_prompt(CHUNKS[:1]), SHORT, method="direct").stats
-        assert alone.exact_tokens == alone.chunk_tokens > 0 and alone.verified_tokens is None and alone.verify_s == 0
+        stats = fresh(engine, alone, SHORT, method="direct").stats
+        assert stats.exact_tokens == stats.chunk_tokens > 0 and stats.verified_tokens is None and stats.verify_s == 0
         nothing = fresh(engine, "No chunk here.", SHORT).stats
         assert nothing.fallback is not None and nothing.verified_tokens is None
-
-    def test_a_coarse_codec_is_verified_even_right_behind_the_prefix(self, finishing: Make) -> None:
-        engine = finishing(codec="int8")
-        prompt = rag_prompt(CHUNKS[:1])
-        full = fresh(engine, prompt, SHORT, method="full")
-        revised = fresh(engine, prompt, SHORT, method="direct", finish="revise")
-        assert revised.stats.verified_tokens == len(full.token_ids) and revised.token_ids == full.token_ids
+        coarse = finishing(codec="int8")
+        full = fresh(coarse, alone, SHORT, method="full").token_ids
+        revised = fresh(coarse, alone, SHORT, method="direct", finish="revise")
+        assert (revised.stats.verified_tokens, revised.token_ids) == (len(full), full)
 
     @pytest.mark.parametrize("finish", ["verify", "revise"])
     def test_an_answer_survives_when_the_exact_kv_has_no_room(
-        self, finishing: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finish: str
+        self, finishing: Make, monkeypatch: Patch, caplog: Logs, finish: str
     ) -> None:
         engine = finishing(method="direct")
         plain = fresh(engine, PROMPT, SHORT, finish="none")
-
-        def full(*args: Any, **options: Any) -> Any:
-            raise RuntimeError("out of memory")
-
-        monkeypatch.setattr(ModelRuntime, "begin", full)
+        monkeypatch.setattr(ModelRuntime, "begin", raising(RuntimeError("out of memory")))
         engine.prefixes.clear()
-        text, answer = apply(list(engine.stream(PROMPT, SHORT, finish=finish)))
+        text, answer = apply(engine.stream(PROMPT, SHORT, finish=finish))
         assert text == answer.text == plain.text and answer.stats.verified_tokens is None
         assert "could not be verified: out of memory" in caplog.text
 
 
 class TestSampled:
-    PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=11)
+    """From the token at which the exact KV is complete, tokens are drawn as full prefill would draw them; none is
+    revised, and an answer that is over stays."""
 
-    @pytest.mark.parametrize("finish", ["verify", "revise"])
-    def test_goes_on_exactly_and_is_never_revised(self, finishing: Make, finish: str) -> None:
-        """From the token at which the exact KV is complete, tokens are drawn as full prefill would draw them."""
-        engine = finishing(rows=AT_ONCE, method="direct")
-        given, full = (fresh(engine, PROMPT, self.PARAMS, method=method) for method in ("direct", "full"))
+    @pytest.mark.parametrize(("rows", "finish"), [(AT_ONCE, "verify"), (AT_ONCE, "revise"), (AT_THE_END, "revise")])
+    def test_goes_on_exactly_and_is_never_revised(self, finishing: Make, rows: int, finish: str) -> None:
+        engine, params = finishing(rows=rows, method="direct"), SamplingParams(max_tokens=12, temperature=0.8, seed=11)
+        given, full = (fresh(engine, PROMPT, params, method=method) for method in ("direct", "full"))
         assert given.token_ids[0] == full.token_ids[0] and given.token_ids != full.token_ids
         engine.prefixes.clear()
-        events = list(engine.stream(PROMPT, self.PARAMS, finish=finish))
+        events = list(engine.stream(PROMPT, params, finish=finish))
         text, answer = apply(events)
-        assert answer.token_ids == full.token_ids and text == full.text
+        expected = full if rows == AT_ONCE else given
+        assert answer.token_ids == expected.token_ids and text == expected.text
         assert all(event.is_final and event.revised_from is None for event in events)
-        stats = answer.stats
-        assert stats.verified_tokens is stats.diverged_at is None and stats.verify_s > 0
-
-    def test_an_answer_that_is_over_stays(self, finishing: Make) -> None:
-        engine = finishing(rows=AT_THE_END, method="direct")
-        given = fresh(engine, PROMPT, self.PARAMS)
-        found = fresh(engine, PROMPT, self.PARAMS, finish="revise")
-        assert found.token_ids == given.token_ids and found.stats.verified_tokens is None
+        assert answer.stats.verified_tokens is answer.stats.diverged_at is None and answer.stats.verify_s > 0
 
 
 @pytest.mark.long
@@ -430,13 +388,11 @@ class TestPrefixCache:
         full = engine.prefill(asked, method=preset("full"))
         assert held.stats.cached_prefix_tokens >= whole, "and what was kept is exact"
         assert float((held.logits - full.logits).abs().max()) < 1e-4
-
-    def test_without_it_the_next_turn_is_none(self, finishing: Make) -> None:
-        """Twin: approximate KV never goes in."""
-        engine = finishing()
         first, second, _ = self.turns(engine, "none")
         exact = first.stats.prefix_tokens + first.stats.exact_tokens
-        assert second.stats.cached_prefix_tokens <= exact < first.stats.prompt_tokens // 2
+        assert second.stats.cached_prefix_tokens <= exact < first.stats.prompt_tokens // 2, (
+            "approximate KV never goes in"
+        )
 
     def test_the_answer_is_kept_too(self, finishing: Make) -> None:
         """Also tokens that full prefill would not choose: the next prompt repeats them, and their KV is exact."""
@@ -451,25 +407,15 @@ class TestPrefixCache:
             with engine.prefixes.match([*layout.token_ids, *answer.token_ids]) as match:
                 assert match.num_tokens == blocks * 16 > answer.stats.prompt_tokens
 
-    def test_the_exact_kv_starts_from_it(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_exact_kv_starts_from_it(self, finishing: Make, monkeypatch: Patch) -> None:
         engine = finishing()
         engine.prefixes.clear()
-        expected = engine.generate(PROMPT, SHORT, method="full")
-        plain = engine.generate(PROMPT, SHORT, method="prefix")
-        read = []
-        runtime: Any = engine.primary
-        extend = type(runtime).extend
-
-        def watched(self: Any, state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
-            read.append(start)
-            return extend(self, state, ids, start, **options)
-
-        monkeypatch.setattr(type(runtime), "extend", watched)
+        expected, plain = (engine.generate(PROMPT, SHORT, method=method) for method in ("full", "prefix"))
+        calls = spied(monkeypatch, type(engine.primary), "extend")
         engine.precompute(CHUNKS, method="block")
         answer = engine.generate(PROMPT, SHORT, method="block", finish="revise")
         assert answer.stats.cached_prefix_tokens == 0, "the method itself uses no prefixes"
-        assert read[0] == (plain.stats.prompt_tokens - 1) // 16 * 16
-        assert answer.token_ids == expected.token_ids
+        assert calls[0][3] == (plain.stats.prompt_tokens - 1) // 16 * 16 and answer.token_ids == expected.token_ids
 
 
 class TestClosing:

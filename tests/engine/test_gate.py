@@ -1,25 +1,17 @@
 """The confidence gate: where the first token hangs in the balance, the prompt is prefilled in full."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.prefill import confidence
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.transformers.cache import FusedCache
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag import CacheClipEngine, ConfigurationError
+from cacheclip_rag.measuring import FusedCache, ModelRuntime, confidence
+from cacheclip_rag.methods import Method, preset
+from tests.conftest import Make, Patch, spied
 from tests.engine.asking import SHORT, check_sums, logits, rag
-
-Make = Callable[..., CacheClipEngine]
 
 
 def gated(name: str, least: float) -> Method:
@@ -28,33 +20,29 @@ def gated(name: str, least: float) -> Method:
 
 @pytest.fixture
 def filled(make: Make, chunks: list[str]) -> CacheClipEngine:
-    engine = make(prefix_cache_bytes=0)
-    engine.precompute(chunks)
+    engine: CacheClipEngine = make(stored=chunks, prefix_cache_bytes=0)
     return engine
 
 
-class TestConfidence:
-    def test_is_the_lead_of_the_likeliest_token(self) -> None:
-        assert confidence(torch.tensor([0.0, 0.0, 0.0, 0.0])) == 0.0
-        assert confidence(torch.log(torch.tensor([0.1, 0.7, 0.2]))) == pytest.approx(0.5)
-        assert confidence(torch.tensor([1000.0, -1000.0], dtype=torch.bfloat16)) == 1.0
+def test_confidence_is_the_lead_of_the_likeliest_token() -> None:
+    assert confidence(torch.tensor([0.0, 0.0, 0.0, 0.0])) == 0.0
+    assert confidence(torch.log(torch.tensor([0.1, 0.7, 0.2]))) == pytest.approx(0.5)
+    assert confidence(torch.tensor([1000.0, -1000.0], dtype=torch.bfloat16)) == 1.0
 
 
 class TestGate:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
-    def test_a_sure_answer_is_the_reusing_pass(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
-        plain = logits(filled, rag(chunks), preset(name))
+    def test_a_sure_answer_is_the_reusing_pass_and_an_unsure_one_full_prefill(
+        self, filled: CacheClipEngine, chunks: list[str], name: str
+    ) -> None:
+        plain, full = (logits(filled, rag(chunks), preset(each)) for each in (name, "full"))
         sure = confidence(plain.logits)
         found = logits(filled, rag(chunks), gated(name, sure))
         assert torch.equal(plain.logits, found.logits)
         assert found.stats.confidence == plain.stats.confidence == sure > 0
         assert found.stats.charged_ratio == plain.stats.charged_ratio and found.stats.fallback is None
-
-    @pytest.mark.some(3)
-    @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
-    def test_an_unsure_one_is_full_prefill(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
-        plain, full = (logits(filled, rag(chunks), preset(each)) for each in (name, "full"))
-        method = gated(name, confidence(plain.logits) + 1e-6)
+        method = gated(name, sure + 1e-6)
         found = logits(filled, rag(chunks), method)
         assert torch.equal(found.logits, full.logits) and not torch.equal(found.logits, plain.logits)
         stats = found.stats
@@ -69,16 +57,15 @@ class TestGate:
         assert answer.text == filled.generate(rag(chunks), SHORT, method="full").text
 
     def test_memory_holds_one_kv_at_a_time(
-        self, filled: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+        self, filled: CacheClipEngine, chunks: list[str], monkeypatch: Patch
     ) -> None:
-        prefill, held = ModelRuntime.prefill, []
+        held = []
 
-        def counting(self: ModelRuntime, *args: Any) -> Any:
+        def count(*_: Any) -> None:
             gc.collect()
             held.append(sum(type(each) is FusedCache for each in gc.get_objects()))
-            return prefill(self, *args)
 
-        monkeypatch.setattr(ModelRuntime, "prefill", counting)
+        spied(monkeypatch, ModelRuntime, "prefill", count)
         for method in (preset("full"), gated("cacheclip", 1.0)):
             logits(filled, rag(chunks), method)
         assert held[0] == held[1]
@@ -86,57 +73,52 @@ class TestGate:
     def test_a_coarse_codec_is_not_exact(self, make: Make, chunks: list[str]) -> None:
         """A chunk right after the prefix is exact as computed, and not as stored."""
         for codec, gates in (("float32", False), ("int8", True)):
-            engine = make(codec=codec, chunk_context="prefix", method="direct", min_confidence=1.0)
-            engine.precompute(chunks[:1])
+            engine = make(stored=chunks[:1], codec=codec, chunk_context="prefix", method="direct", min_confidence=1.0)
             assert engine.generate(rag(chunks[:1]), SHORT).stats.gated == gates
 
     def test_ratio_one_is_exact(self, filled: CacheClipEngine, chunks: list[str]) -> None:
         found = logits(filled, rag(chunks), replace(preset("cacheclip").at(1.0), min_confidence=1.0))
         assert not found.stats.gated and found.stats.fallback is None and found.is_exact
 
-    def test_the_trace_is_of_the_reusing_pass(self, filled: CacheClipEngine, chunks: list[str]) -> None:
-        plain, found = (
-            filled.generate(rag(chunks), SHORT, method=gated("cacheclip", least), trace=True).trace
-            for least in (0.0, 1.0)
+    def test_the_trace_is_of_the_reusing_pass_and_the_time_of_both(
+        self, filled: CacheClipEngine, chunks: list[str]
+    ) -> None:
+        plain, both = (
+            filled.generate(rag(chunks), SHORT, method=gated("cacheclip", least), trace=True) for least in (0.0, 1.0)
         )
-        assert plain is not None and found is not None and found.recomputed == plain.recomputed != ()
-
-    def test_the_time_counts_both_passes(self, filled: CacheClipEngine, chunks: list[str]) -> None:
-        phases = filled.generate(rag(chunks), SHORT, method=gated("cacheclip", 1.0)).stats.phases_s
-        assert phases["select"] > 0 and phases["assemble"] > 0 and phases["recompute"] > 0
+        assert both.trace is not None and both.trace.recomputed == plain.trace.recomputed != ()
+        assert all(both.stats.phases_s[name] > 0 for name in ("select", "assemble", "recompute"))
 
     def test_a_missing_chunk_is_still_stored(self, make: Make, chunks: list[str]) -> None:
-        engine = make(min_confidence=1.0)
-        engine.precompute(chunks[:-1])
+        engine = make(stored=chunks[:-1], min_confidence=1.0)
         stats = engine.generate(rag(chunks), SHORT, documents=chunks).stats
         assert (stats.misses, stats.method) == (1, "full") and stats.missed_tokens > 0
         assert engine.is_stored(chunks[-1])
 
     def test_exact_chunks_need_no_second_pass(self, make: Make, chunks: list[str]) -> None:
         """Full prefill enters the prefix cache, and the same prompt is exact from then on."""
-        engine = make(min_confidence=1.0)
-        engine.precompute(chunks)
+        engine = make(stored=chunks, min_confidence=1.0)
         first, again = (engine.generate(rag(chunks), SHORT).stats for _ in range(2))
         assert again.cached_prefix_tokens > 0.9 * first.prompt_tokens
         assert (first.method, again.method, again.fallback) == ("full", "cacheclip", None)
 
     def test_setting_of_the_engine(self, make: Make, chunks: list[str]) -> None:
-        """It holds for methods by name; an instance has its own."""
-        engine = make(min_confidence=1.0, prefix_cache_bytes=0)
-        engine.precompute(chunks)
-        found = {
-            name: engine.generate(rag(chunks), SHORT, method=method).stats.method
-            for name, method in {"own": None, "direct": "direct", "instance": preset("cacheclip")}.items()
-        }
-        assert found == {"own": "full", "direct": "full", "instance": "cacheclip"}
-        assert engine.generate(rag(chunks), SHORT, method="full").stats.fallback is None
-
-    def test_the_preset_with_a_gate_keeps_it_unless_another_is_set(self, make: Make, chunks: list[str]) -> None:
-        """The tiny model is never sure."""
-        for engine, method in ((make(), "full"), (make(min_confidence=0.0), "cacheclip-gated")):
-            engine.precompute(chunks)
-            found = engine.generate(rag(chunks), SHORT, method="cacheclip-gated").stats
-            assert (found.method, found.gated) == (method, method == "full")
+        """It holds for methods by name; an instance has its own, and the preset with a gate, unless another is set. The
+        tiny model is never sure."""
+        sure, all_full = (
+            make(stored=chunks, min_confidence=0.0),
+            make(stored=chunks, min_confidence=1.0, prefix_cache_bytes=0),
+        )
+        for engine, method, expected in (
+            (all_full, None, "full"),
+            (all_full, "direct", "full"),
+            (all_full, preset("cacheclip"), "cacheclip"),
+            (make(stored=chunks), "cacheclip-gated", "full"),
+            (sure, "cacheclip-gated", "cacheclip-gated"),
+        ):
+            stats = engine.generate(rag(chunks), SHORT, method=method).stats
+            assert (stats.method, stats.gated) == (expected, expected == "full"), method
+        assert all_full.generate(rag(chunks), SHORT, method="full").stats.fallback is None
 
     @pytest.mark.parametrize("value", [-0.1, 1.1, True, "0.5", float("nan")])
     def test_refuses_what_is_no_probability(self, make: Make, value: object) -> None:

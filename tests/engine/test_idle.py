@@ -1,7 +1,5 @@
 """``finish="idle"``: exact KV is completed while no answer is under way, and gives way to every question."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
@@ -18,12 +16,11 @@ from cacheclip_rag.answering.completion import IdleCompletion
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE
-from tests.answering.test_turns import until
-from tests.conftest import SENTENCES
+from tests.answering.test_turns import Threads, until
+from tests.conftest import SENTENCES, Logs, Make, Patch, raising, spied
 from tests.engine.asking import SHORT, check_sums, logits, rag
 from tests.engine.test_continued import METHODS
 
-Make = Callable[..., CacheClipEngine]
 BLOCK = 16
 
 
@@ -35,8 +32,7 @@ def passages() -> list[str]:
 
 @pytest.fixture
 def idle(make: Make, passages: list[str]) -> Iterator[CacheClipEngine]:
-    engine = make(method="cacheclip", recompute_ratio=0.4, finish="idle")
-    engine.precompute(passages)
+    engine = make(stored=passages, method="cacheclip", recompute_ratio=0.4, finish="idle")
     yield engine
     engine.close()
 
@@ -48,19 +44,22 @@ def completion_of(engine: CacheClipEngine) -> IdleCompletion:
 class Slices:
     """Slices that a runtime computes, and what happens within them."""
 
-    def __init__(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: CacheClipEngine, monkeypatch: Patch) -> None:
         self.tokens: list[tuple[int, int]] = []
         """First token and number of tokens."""
         self.within: Callable[[int], object] = lambda number: None
-        extend = engine.primary.extend
 
-        def spy(state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
+        def spy(state: Any, ids: torch.Tensor, start: int, **options: Any) -> None:
             if threading.current_thread().name == "cacheclip-idle":
                 self.tokens.append((start, len(ids)))
                 self.within(len(self.tokens))
-            return extend(state, ids, start, **options)
 
-        monkeypatch.setattr(engine.primary, "extend", spy)
+        spied(monkeypatch, engine.primary, "extend", spy)
+
+
+@pytest.fixture
+def slices(idle: CacheClipEngine, monkeypatch: Patch) -> Slices:
+    return Slices(idle, monkeypatch)
 
 
 class TestNextQuestion:
@@ -69,8 +68,7 @@ class TestNextQuestion:
     def test_it_is_full_prefills_at_the_cost_of_prefix_caching(
         self, make: Make, passages: list[str], method: str
     ) -> None:
-        engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0, finish="idle")
-        engine.precompute(passages)
+        engine = make(stored=passages, method=method, recompute_ratio=0.4, min_confidence=0.0, finish="idle")
         expected = engine.generate(rag(passages, "Who?"), SHORT, finish="none").token_ids
         engine.prefixes.clear()
         assert engine.generate(rag(passages, "Who?"), SHORT).token_ids == expected
@@ -127,7 +125,7 @@ class TestHalfDone:
     @torch.inference_mode()
     @pytest.mark.parametrize("planted", [False, True])
     def test_its_kv_is_exact_first_then_that_of_the_answer_before(
-        self, half: CacheClipEngine, passages: list[str], planted: bool, monkeypatch: pytest.MonkeyPatch
+        self, half: CacheClipEngine, passages: list[str], planted: bool, monkeypatch: Patch
     ) -> None:
         """The reference: plain prefill's KV in the first slots, and that of the first prompt after them. Planted: the
         approximate KV in all of them."""
@@ -145,9 +143,7 @@ class TestHalfDone:
         expected = half.primary.extend(before.cache, found.layout.ids[start:], start)
         assert (float((found.logits - expected).abs().max()) < 1e-4) is not planted
 
-    def test_it_stays_approximate(
-        self, half: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_stays_approximate(self, half: CacheClipEngine, passages: list[str], monkeypatch: Patch) -> None:
         """Also where every chunk is exact: what comes after it followed approximate KV. None of it is put into the
         prefix cache."""
         monkeypatch.setattr("cacheclip_rag.plan.plan.ROWS_FOR_EXACT_KV", 0)
@@ -163,9 +159,8 @@ class TestHalfDone:
 
 class TestGivingWay:
     def test_nothing_is_computed_while_an_answer_is_under_way(
-        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices
     ) -> None:
-        slices = Slices(idle, monkeypatch)
         other = idle.stream(rag(passages[::-1]), SHORT, finish="none")
         next(other)
         idle.generate(rag(passages), SHORT)
@@ -177,53 +172,41 @@ class TestGivingWay:
         assert idle.wait_for_observers() and slices.tokens
 
     def test_a_question_waits_for_one_slice_at_most(
-        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices, monkeypatch: Patch
     ) -> None:
         """It comes within the third slice, and is answered before the fourth, which begins at another token: what the
         slices before it computed is exact KV already."""
         monkeypatch.setattr(completion, "_MOST_ROWS", BLOCK)
-        slices, turns = Slices(idle, monkeypatch), turns_of(idle.primary)
-        seen: list[int] = []
+        seen, threads = list[int](), Threads()
 
         def ask() -> None:
-            for _ in idle.stream(rag(passages, "Where was it?"), SHORT, finish="none"):
-                seen.append(len(slices.tokens))
-
-        question = threading.Thread(target=ask)
+            seen.extend(len(slices.tokens) for _ in idle.stream(rag(passages, "Where was it?"), SHORT, finish="none"))
 
         def within(number: int) -> None:
             if number == 3:
-                question.start()
-                until(lambda: bool(turns._prompts))
+                threads.start(ask)
+                until(lambda: bool(turns_of(idle.primary)._prompts))
 
         slices.within = within
         idle.generate(rag(passages), SHORT)
         assert idle.wait_for_observers()
-        question.join(30)
+        threads.join()
         assert seen and set(seen) == {3} and len(slices.tokens) > 3
         starts = [start for start, _ in slices.tokens]
         assert starts == [*range(starts[0], starts[0] + BLOCK * len(starts), BLOCK)]
 
     def test_slices_are_as_long_as_a_question_may_wait(
-        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices
     ) -> None:
         """By a clock on which each token takes 4 ms."""
-        now = [0.0]
-        idle._answering.completion._clock = lambda: now[0]
-        slices = Slices(idle, monkeypatch)
-
-        def within(number: int) -> None:
-            now[0] += 0.004 * slices.tokens[-1][1]
-
-        slices.within = within
+        completion_of(idle)._clock = lambda: 0.004 * sum(count for _, count in slices.tokens)
         idle.generate(rag(passages), SHORT)
         assert idle.wait_for_observers()
         first, *others, last = [count for _, count in slices.tokens]
         assert first == BLOCK and others and set(others) == {int(completion._SLICE_S / 0.004)} >= {last} - {last}
         assert last <= others[0] and 0.1 < 0.004 * others[0] <= 0.3
 
-    def test_closing_ends_it(self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        slices = Slices(idle, monkeypatch)
+    def test_closing_ends_it(self, idle: CacheClipEngine, passages: list[str], slices: Slices) -> None:
         with turns_of(idle.primary).answer():
             idle.generate(rag(passages), SHORT)
             idle.close()
@@ -234,70 +217,52 @@ class TestGivingWay:
 
 class TestLimits:
     def test_only_the_latest_prompt_of_a_conversation(
-        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices
     ) -> None:
-        slices = Slices(idle, monkeypatch)
         with turns_of(idle.primary).answer():
             for question in ("Who?", "Where?", "And when was that?"):
                 idle.generate(rag(passages, question), SHORT)
-            waiting = completion_of(idle)._prompts
-            assert len(waiting) == 1
+            (waiting,) = completion_of(idle)._prompts
             last = idle.plan(rag(passages, "And when was that?")).layout.token_ids
-            assert waiting[0].ids[: len(last)].tolist() == list(last)
+            assert waiting.ids[: len(last)].tolist() == list(last)
             for number in range(1, 8):
                 idle.generate(rag(passages[number % 5 :] + passages[: number % 5], f"{number}?"), SHORT)
             assert len(completion_of(idle)._prompts) == completion._MOST_PROMPTS
         assert idle.wait_for_observers() and slices.tokens
 
-    def test_within_the_bytes_of_the_prefix_cache(
-        self, make: Make, passages: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_within_the_bytes_of_the_prefix_cache(self, make: Make, passages: list[str], monkeypatch: Patch) -> None:
         """It ends with the first slice for which there is no room."""
-        probe = make(method="cacheclip", finish="idle")
-        probe.precompute(passages)
-        probe.generate(rag(passages), SHORT)
-        assert probe.wait_for_observers()
-        whole = probe.prefixes.stats.bytes
-        engine = make(method="cacheclip", finish="idle", prefix_cache_bytes=whole // 2)
-        engine.precompute(passages)
-        monkeypatch.setattr(completion, "_MOST_ROWS", BLOCK)
-        slices = Slices(engine, monkeypatch)
-        engine.generate(rag(passages), SHORT)
-        assert engine.wait_for_observers()
+        whole = 0
+        for is_limited in (False, True):
+            engine = make(stored=passages, finish="idle", **({"prefix_cache_bytes": whole // 2} if is_limited else {}))
+            slices = Slices(engine, monkeypatch)
+            engine.generate(rag(passages), SHORT)
+            assert engine.wait_for_observers()
+            whole = whole or engine.prefixes.stats.bytes
+            monkeypatch.setattr(completion, "_MOST_ROWS", BLOCK)
         stats = engine.prefixes.stats
         assert whole // 4 < stats.bytes + stats.continued_bytes <= whole // 2
         assert len(slices.tokens) * BLOCK <= stats.blocks * BLOCK + BLOCK
 
     @pytest.mark.parametrize("when", ["waiting", "running"])
     def test_released_texts_do_not_come_back(
-        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch, when: str
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices, when: str
     ) -> None:
-        slices = Slices(idle, monkeypatch)
-        if when == "waiting":
-            with turns_of(idle.primary).answer():
-                idle.generate(rag(passages), SHORT)
-                idle.release(passages[:1])
-        else:
+        if when == "running":
             slices.within = lambda number: idle.release(passages[:1])
+        with turns_of(idle.primary).answer():
             idle.generate(rag(passages), SHORT)
+            if when == "waiting":
+                idle.release(passages[:1])
         assert idle.wait_for_observers()
         assert len(slices.tokens) == 1 and idle.prefixes.stats.blocks == 0
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, ValueError])
     def test_an_error_is_logged(
-        self,
-        kind: type[Exception],
-        idle: CacheClipEngine,
-        passages: list[str],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, kind: type[Exception], idle: CacheClipEngine, passages: list[str], slices: Slices, caplog: Logs
     ) -> None:
-        def fail(number: int) -> None:
-            raise kind("out of memory")
-
-        slices = Slices(idle, monkeypatch)
-        slices.within = fail
+        slices.within = raising(kind("out of memory"))
         with caplog.at_level(logging.WARNING):
             idle.generate(rag(passages), SHORT)
             assert idle.wait_for_observers()
@@ -309,7 +274,6 @@ def test_prompts_of_one_conversation() -> None:
     def prompt(*ids: int) -> Any:
         return completion._Prompt(None, None, np.array(ids), 0)  # type: ignore[arg-type]
 
-    assert prompt(1, 2, 3).takes_place_of(prompt(1, 2, 4, 5))
+    assert prompt(1, 2, 3).takes_place_of(prompt(1, 2, 4, 5)) and prompt(1, 2).takes_place_of(prompt(1, 2))
     assert not prompt(1, 2, 3).takes_place_of(prompt(1, 2, 4, 5, 6))
-    assert prompt(1, 2).takes_place_of(prompt(1, 2))
     assert not prompt(1, 2).takes_place_of(prompt(2, 1))

@@ -1,7 +1,5 @@
 """Moved KV: what it is, when it is taken, and where it never goes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,17 +9,14 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.presets import PRESETS
+from cacheclip_rag.methods import PRESETS, preset
 from cacheclip_rag.prompt.known_kv import LEAST_END, MOST_BORDER
 from cacheclip_rag.runtime.base import KVSource
 from cacheclip_rag.runtime.kv_blocks import LEAST_PAST
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Make, Patch
 from tests.engine.asking import SHORT, check_sums, logits
 from tests.prompt.test_tools import SEARCH
-
-Make = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture
@@ -70,21 +65,26 @@ EDITS: dict[str, Callable[[list[str]], tuple[str, str]]] = {
 }
 
 
-class TestIsWhatItIs:
-    @pytest.mark.some(3)
-    @torch.inference_mode()
-    @pytest.mark.parametrize("wrong_by", [0, 3])
-    @pytest.mark.parametrize("edit", EDITS)
-    def test_kv_of_an_edited_prompt(self, make: Make, passages: list[str], edit: str, wrong_by: int) -> None:
-        """Planted: positions off by three tokens. The comparison must find it."""
-        engine = make(min_confidence=0.0, on_miss="ignore")
-        old, new = EDITS[edit](passages)
-        engine.generate(old, SHORT)
-        expected = reference(engine, old, new, wrong_by=wrong_by)
-        found = logits(engine, new, engine.make_method("cacheclip", 0.2))
-        assert found.stats.moved_tokens > found.stats.prompt_tokens / 2
-        assert (float((found.logits - expected).abs().max()) < 1e-4) == (not wrong_by)
-        assert not found.is_exact
+@pytest.mark.some(3)
+@torch.inference_mode()
+@pytest.mark.parametrize("wrong_by", [0, 3])
+@pytest.mark.parametrize("edit", EDITS)
+def test_kv_of_an_edited_prompt(make: Make, passages: list[str], edit: str, wrong_by: int) -> None:
+    """Planted: positions off by three tokens. The comparison must find it."""
+    engine = make(min_confidence=0.0, on_miss="ignore")
+    old, new = EDITS[edit](passages)
+    engine.generate(old, SHORT)
+    expected = reference(engine, old, new, wrong_by=wrong_by)
+    found = logits(engine, new, engine.make_method("cacheclip", 0.2))
+    assert found.stats.moved_tokens > found.stats.prompt_tokens / 2
+    assert (float((found.logits - expected).abs().max()) < 1e-4) == (not wrong_by)
+    assert not found.is_exact
+
+
+NOT_MOVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"moved": "off"}, {}), ({"prefix_cache_bytes": 0}, {}), ({"require_certificate": True}, {})),
+    *(({}, {"moved": "off"}), ({}, {"method": "prefix"}), ({}, {"recompute_ratio": 1.0})),
+]
 
 
 class TestWhenItIsTaken:
@@ -92,28 +92,19 @@ class TestWhenItIsTaken:
         engine = make(min_confidence=0.0, on_miss="ignore")
         old, new = EDITS["inserted"](passages)
         engine.generate(old, SHORT)
-        answer = engine.generate(new, SHORT)
+        work, answer = engine.plan(new).work, engine.generate(new, SHORT)
         check_sums(answer)
         stats = answer.stats
         assert (stats.method, stats.fallback, stats.hits, stats.continued_turns) == ("cacheclip", None, 0, 0)
         assert stats.moved_tokens > stats.prompt_tokens / 2
         assert stats.moved_past is not None and LEAST_PAST <= stats.moved_past < 1.0, "a passage is new"
         assert stats.reused_tokens == stats.cached_prefix_tokens + stats.moved_tokens
+        assert work == stats.prompt_tokens - stats.reused_tokens < stats.prompt_tokens / 2, "as much as it computes"
         values = engine.metrics.snapshot()
         assert values['prompt_tokens_total{source="moved"}'] == stats.moved_tokens
 
     @pytest.mark.some(3)
-    @pytest.mark.parametrize(
-        ("settings", "call"),
-        [
-            ({"moved": "off"}, {}),
-            ({}, {"moved": "off"}),
-            ({}, {"method": "prefix"}),
-            ({}, {"recompute_ratio": 1.0}),
-            ({"prefix_cache_bytes": 0}, {}),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("settings", "call"), NOT_MOVED, ids=str)
     def test_not_where_it_is_switched_off_or_the_answer_must_be_exact(
         self, make: Make, passages: list[str], settings: dict[str, Any], call: dict[str, Any]
     ) -> None:
@@ -135,11 +126,6 @@ class TestWhenItIsTaken:
         layout = engine.plan(new).layout
         with engine.prefixes.match(layout.token_ids, engine.make_method(), moves=range(10**6)) as match:
             assert match.runs[-1].stop > layout.num_tokens - LEAST_END, "earlier prompts have the end"
-
-    def test_not_where_a_certificate_is_required(self, make: Make, passages: list[str]) -> None:
-        engine = make(on_miss="ignore", require_certificate=True)
-        for prompt in EDITS["inserted"](passages):
-            assert engine.generate(prompt, SHORT).stats.moved_tokens == 0
 
     def test_one_other_token_inside_makes_two_runs(self, make: Make, passages: list[str]) -> None:
         engine = make(on_miss="ignore")
@@ -183,35 +169,23 @@ class TestWhenItIsTaken:
             assert match.runs[-1].stop > begin
 
     def test_stored_chunks_are_not_read_where_moved_kv_has_them(self, make: Make, passages: list[str]) -> None:
-        engine = make(min_confidence=0.0)
-        engine.precompute(passages)
+        engine, fresh = (make(stored=passages, min_confidence=0.0) for _ in range(2))
         old, new = EDITS["inserted"](passages)
         engine.generate(old, SHORT, method="prefix")
         stats = engine.generate(new, SHORT).stats
-        fresh = make(min_confidence=0.0)
-        fresh.precompute(passages)
         assert stats.hits == len(passages) and stats.moved_tokens > stats.prompt_tokens / 2
         assert stats.recomputed_tokens < fresh.generate(new, SHORT).stats.recomputed_tokens
         assert all(value >= 0 for value in engine.metrics.snapshot().values())
 
     def test_what_is_computed_again_counts_once(self, make: Make, passages: list[str]) -> None:
         """Chunks as they are stored, moved, and computed again in part."""
-        engine = make(min_confidence=0.0)
-        engine.precompute(passages[:8])
+        engine = make(stored=passages[:8], min_confidence=0.0)
         old, new = EDITS["header"](passages)
         engine.generate(old, SHORT, method="direct")
         stats = engine.generate(new, SHORT, recompute_ratio=0.5).stats
         assert stats.moved_tokens and stats.recomputed_tokens
         assert stats.reused_tokens >= stats.cached_prefix_tokens + stats.moved_tokens
         assert engine.metrics.snapshot()['prompt_tokens_total{source="store"}'] >= 0
-
-    def test_a_prompt_that_was_edited_is_as_much_work_as_it_computes(self, make: Make, passages: list[str]) -> None:
-        engine = make(min_confidence=0.0, on_miss="ignore")
-        old, new = EDITS["header"](passages)
-        engine.generate(old, SHORT)
-        work = engine.plan(new).work
-        stats = engine.generate(new, SHORT).stats
-        assert work == stats.prompt_tokens - stats.reused_tokens < stats.prompt_tokens / 2
 
     def test_the_gate_holds_for_it(self, make: Make, passages: list[str]) -> None:
         engine = make(method=replace(preset("cacheclip"), min_confidence=1.0), on_miss="ignore")
@@ -224,7 +198,7 @@ class TestWhenItIsTaken:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("settings", [{}, {"min_confidence": 0.0}], ids=str)
     def test_calls_and_structured_answers_are_gated(
-        self, monkeypatch: pytest.MonkeyPatch, tool_model: str, passages: list[str], settings: dict[str, Any]
+        self, monkeypatch: Patch, tool_model: str, passages: list[str], settings: dict[str, Any]
     ) -> None:
         """Unless no gate is asked for. An answer in words is not."""
         monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 1.0)
@@ -242,7 +216,7 @@ class TestWhenItIsTaken:
                 assert answer.token_ids == engine.generate(new, params, method="full", **options).token_ids
 
     def test_a_call_in_an_answer_that_continues_moved_kv_is_gated(
-        self, monkeypatch: pytest.MonkeyPatch, tool_model: str, passages: list[str]
+        self, monkeypatch: Patch, tool_model: str, passages: list[str]
     ) -> None:
         engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", store=None)
         monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 0.0)
@@ -270,21 +244,17 @@ class TestWhereItNeverGoes:
         found = logits(engine, new, preset("prefix")).logits
         assert (float((found - expected).abs().max()) < 1e-4) is not planted
 
-    def test_to_another_tenant(self, make: Make, passages: list[str]) -> None:
+    def test_to_another_tenant_or_after_texts_were_released(self, make: Make, passages: list[str]) -> None:
         mine, others = (make(namespace=name, on_miss="ignore") for name in ("mine", "others"))
         others.prefixes.share_limit(mine.prefixes)
+        mine.precompute(passages)
         old, new = EDITS["header"](passages)
         mine.generate(old, SHORT)
         assert others.generate(new, SHORT).stats.moved_tokens == 0
         assert mine.generate(new, SHORT).stats.moved_tokens > 0
-
-    def test_after_texts_were_released(self, make: Make, passages: list[str]) -> None:
-        engine = make(on_miss="ignore")
-        engine.precompute(passages)
-        old, new = EDITS["header"](passages)
-        engine.generate(old, SHORT)
-        engine.release(passages[:1])
-        assert engine.generate(new, SHORT).stats.moved_tokens == 0
+        mine.generate(old, SHORT)
+        mine.release(passages[:1])
+        assert mine.generate(new, SHORT).stats.moved_tokens == 0
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("method", [name for name in PRESETS if preset(name).reuses_chunks])

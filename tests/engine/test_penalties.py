@@ -1,25 +1,21 @@
 """Answers with a penalty are not full prefill's choice, and are held against it nowhere: one test for every penalty."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import SamplingParams
 from cacheclip_rag.guards.promise import PromiseWatch
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, Make, Patch, rag_prompt
 
-Make = Callable[..., CacheClipEngine]
 PENALTIES = {each.name: each.default + 2.0 for each in fields(SamplingParams) if each.name.endswith("_penalty")}
 """A strong value of each."""
 PROMPT = rag_prompt(CHUNKS)
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def watched(monkeypatch: Patch) -> list[bool]:
     """Whether the answers that count for the promise differ."""
     found: list[bool] = []
     monkeypatch.setattr(PromiseWatch, "record", lambda watch, method, *, differs: found.append(differs))
@@ -35,8 +31,7 @@ def test_there_are_penalties() -> None:
 @pytest.mark.parametrize("finish", ["verify", "revise"])
 def test_finish(make: Make, watched: list[bool], finish: str, name: str | None) -> None:
     """The twin without a penalty is verified, and differs from the answers with one."""
-    engine = make(method="direct", shadow_rate=1.0)
-    engine.precompute(CHUNKS)
+    engine = make(stored=CHUNKS, method="direct", shadow_rate=1.0)
     options: dict[str, Any] = {name: PENALTIES[name]} if name is not None else {}
     given = engine.generate(PROMPT, max_tokens=12, **options)
     assert engine.wait_for_observers()
@@ -59,8 +54,7 @@ def test_finish(make: Make, watched: list[bool], finish: str, name: str | None) 
 
 @pytest.mark.parametrize("name", [*PENALTIES, None])
 def test_the_confidence_gate(make: Make, watched: list[bool], name: str | None) -> None:
-    engine = make(method="cacheclip", recompute_ratio=0.2, min_confidence=1.0, shadow_rate=1.0)
-    engine.precompute(CHUNKS)
+    engine = make(stored=CHUNKS, method="cacheclip", recompute_ratio=0.2, min_confidence=1.0, shadow_rate=1.0)
     options: dict[str, Any] = {name: PENALTIES[name]} if name is not None else {}
     answer = engine.generate(PROMPT, max_tokens=12, **options)
     assert engine.wait_for_observers() and answer.stats.gated

@@ -1,14 +1,12 @@
 """Engines in one process and across several."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,56 +16,46 @@ import torch
 from cacheclip_ingest.library import Library, LibrarySettings
 
 import cacheclip_rag
-from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import cache_home
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, get_engine
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.store import Catalog, ChunkStore, StoreReader, TenantStore
-from cacheclip_rag.store.disk import DiskBackend
+from cacheclip_rag.plugins import cache_home
+from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, StoreReader, TenantStore
 from cacheclip_rag.store.process import Writer
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, Models, Patch, raising
 from tests.engine.asking import SHORT, rag
 from tests.store import samples
 
 OPEN_FILES = Path("/proc/self/fd")
 
 
-class TestProcess:
-    def test_constructor_costs_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def looked_for(*_: object) -> None:
-            raise AssertionError("no model is looked for before it is used")
+PUBLIC = """
+Answer CacheClipEngine CacheClipError CallOptions CertificateError Chunk ConfigurationError DigestMismatchError
+DocumentError DownloadError EncodingError EngineConfig Event Fresh FusionStats MissingExtraError ModelError Plan
+PromptTooLongError SamplingParams Segment ServerError StoreError TokenLogprob ToolCall Trace
+UnknownModelError UnsupportedModelError WarmUp __version__ call_schema get_engine
+"""
 
-        monkeypatch.setattr("cacheclip_rag.models.load.guest_loader", looked_for)
+
+class TestProcess:
+    def test_constructor_costs_nothing(self, tmp_path: Path, monkeypatch: Patch) -> None:
+        never = raising(AssertionError("no model is looked for before it is used"))
+        monkeypatch.setattr("cacheclip_rag.models.load.guest_loader", never)
         seconds = []
         for n in range(3):
             begin = time.perf_counter()
             CacheClipEngine(primary="qwen2.5-coder-1.5b", store=str(tmp_path / f"store{n}"))
             seconds.append(time.perf_counter() - begin)
-        assert min(seconds) < 0.010
-        assert not list(tmp_path.iterdir())  # nothing written either
+        assert min(seconds) < 0.010 and not list(tmp_path.iterdir()), "nothing is written either"
 
-    def test_get_engine_is_one_per_settings(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_get_engine_is_one_per_settings(self, tiny_models: Models, tmp_path: Path) -> None:
         options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path)}
-        first = get_engine(**options)
-        assert get_engine(**options) is first
-        assert get_engine(EngineConfig(**options)) is first
-        assert get_engine(EngineConfig(**options), method="auto") is first
-        assert get_engine(**options, recompute_ratio=0.3) is not first
-        assert get_engine(**options, namespace="other") is not first
-
-    def test_get_engine_from_threads(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        engines: list[CacheClipEngine] = []
-        threads = [
-            threading.Thread(
-                target=lambda: engines.append(get_engine(primary=tiny_models["llama"], store=str(tmp_path)))
-            )
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(engines) == 8 and len(set(map(id, engines))) == 1
+        with ThreadPoolExecutor(8) as pool:
+            first, *others = pool.map(lambda _: get_engine(**options), range(8))
+        same = (get_engine(EngineConfig(**options)), get_engine(EngineConfig(**options), method="auto"))
+        assert all(each is first for each in (*others, *same))
+        assert all(
+            get_engine(**options, **more) is not first for more in ({"recompute_ratio": 0.3}, {"namespace": "other"})
+        )
 
     @pytest.mark.skipif(not OPEN_FILES.is_dir(), reason="this system does not list a process's open files")
     def test_no_file_is_left_open(self, make: Callable[..., CacheClipEngine], tmp_path: Path) -> None:
@@ -78,8 +66,7 @@ class TestProcess:
             # the lock by which others know that this process lives stays until it ends
             return sorted(link for link in links if str(tmp_path) in link and "/writers/" not in link)
 
-        engine = make(store=str(tmp_path))
-        engine.precompute(CHUNKS)
+        engine = make(stored=CHUNKS, store=str(tmp_path))
         assert engine.generate(rag(CHUNKS), SHORT).stats.hits
         in_use = opened()
         assert in_use  # the catalog
@@ -115,42 +102,8 @@ assert "torch" not in sys.modules
 
     def test_public_names(self) -> None:
         """A name that is added here is a promise to keep."""
-        assert sorted(cacheclip_rag.__all__) == [
-            "Answer",
-            "CacheClipEngine",
-            "CacheClipError",
-            "CallOptions",
-            "CertificateError",
-            "Chunk",
-            "ConfigurationError",
-            "DigestMismatchError",
-            "DocumentError",
-            "DownloadError",
-            "EncodingError",
-            "EngineConfig",
-            "Event",
-            "Fresh",
-            "FusionStats",
-            "MissingExtraError",
-            "ModelError",
-            "Plan",
-            "PromptTooLongError",
-            "SamplingParams",
-            "Segment",
-            "ServerError",
-            "StoreError",
-            "TokenLogprob",
-            "ToolCall",
-            "Trace",
-            "UnknownModelError",
-            "UnsupportedModelError",
-            "WarmUp",
-            "__version__",
-            "call_schema",
-            "get_engine",
-        ]
-        for name in cacheclip_rag.__all__:
-            assert getattr(cacheclip_rag, name) is not None
+        assert sorted(cacheclip_rag.__all__) == PUBLIC.split()
+        assert all(getattr(cacheclip_rag, name) is not None for name in cacheclip_rag.__all__)
         assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
         with pytest.raises(AttributeError, match="nonsense"):
             cacheclip_rag.nonsense  # noqa: B018

@@ -1,23 +1,24 @@
 """Several questions at once: of as much work, first come, first token. Nobody waits for an answer that is not read, or
 that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from fake_time import FakeTime
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
+from cacheclip_rag.adapters.aio import iterate_in_thread
 from cacheclip_rag.answering.prefill import Prefilling
 from cacheclip_rag.answering.turns import CallerLeft, Turns, Waiter, turns_of
 from cacheclip_rag.base import clock
-from cacheclip_rag.fusion.answer import Answer
+from cacheclip_rag.guards import Observer
 from tests.answering.test_turns import WAIT_S, Threads, until
-from tests.conftest import rag_prompt
+from tests.conftest import Patch, rag_prompt, spied
 from tests.prompt.test_tools import SEARCH
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -63,24 +64,20 @@ def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> N
 
 
 def test_a_short_question_passes_those_of_more_work(
-    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """By tokens to compute: a long prompt whose KV is held is a short one."""
-    read, threads, run = list[int](), Threads(), Prefilling.run
+    threads = Threads()
     prompts = [[{"role": "user", "content": " ".join(texts)}] for texts in (chunks[::-1], chunks * 3)]
     engine.generate(prompts[1], PARAMS, method="prefix")
-
-    def noted(self: Prefilling, plan: Any) -> Any:
-        read.append(plan.layout.num_tokens)
-        return run(self, plan)
-
-    monkeypatch.setattr(Prefilling, "run", noted)
+    read = spied(monkeypatch, Prefilling, "run")
     with turns_of(engine.primary).prompt():
         for number, prompt in enumerate(prompts, 2):
-            threads.start(lambda prompt=prompt: engine.generate(prompt, PARAMS, method="prefix"))  # type: ignore[misc]
+            threads.start(partial(engine.generate, prompt, PARAMS, method="prefix"))
             until(lambda number=number: waiting(engine) == number)  # type: ignore[misc]
     threads.join()
-    assert read[0] > 2 * read[1], "the long one is the first"
+    first, second = (plan.layout.num_tokens for _, plan in read)
+    assert first > 2 * second, "the long one is the first"
 
 
 LONG = [{"role": "user", "content": "The harbour is deep. " * 60}]
@@ -88,97 +85,70 @@ LONG = [{"role": "user", "content": "The harbour is deep. " * 60}]
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("known", ["", "The harbour is deep. " * 30], ids=["nothing", "a beginning"])
-def test_slices_of_a_long_prompt(
-    engine: CacheClipEngine, known: str, behind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_a_long_prompt(engine: CacheClipEngine, known: str, behind: bool, monkeypatch: Patch) -> None:
     """Of a caller who may leave: the same KV and logits, up to rounding."""
     monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 96})
-    passes, threads, found = list[int](), Threads(), list[Answer]()
     whole = engine.generate(LONG, PARAMS, method="full", logprobs=5)
     engine.prefixes.clear()
     if known:
         engine.generate([{"role": "user", "content": known}], PARAMS, method="prefix")
-    extend = type(engine.primary).extend
-
-    def counted(self: Any, state: Any, ids: Any, start: int, **options: Any) -> Any:
-        passes.append(len(ids))
-        return extend(self, state, ids, start, **options)
-
-    def ask() -> None:
-        with Waiter(in_background=behind).asking():
-            found.append(engine.generate(LONG, PARAMS, method="prefix", logprobs=5))
-
-    monkeypatch.setattr(type(engine.primary), "extend", counted)
-    threads.start(ask)
-    threads.join()
-    computed = found[0].stats.prompt_tokens - found[0].stats.cached_prefix_tokens
-    most = 36 if behind else 144
-    assert (
-        len(passes) >= 3 and most / 3 < max(passes) <= most and bool(known) == (found[0].stats.cached_prefix_tokens > 0)
+    calls = spied(monkeypatch, type(engine.primary), "extend")
+    with Waiter(in_background=behind).asking():
+        answer = engine.generate(LONG, PARAMS, method="prefix", logprobs=5)
+    passes, cached, most = (
+        [len(ids) for _, _, ids, _ in calls],
+        answer.stats.cached_prefix_tokens,
+        36 if behind else 144,
     )
+    computed = answer.stats.prompt_tokens - cached
+    assert len(passes) >= 3 and most / 3 < max(passes) <= most and bool(known) == (cached > 0)
     assert sum(passes) == computed if known else 0 < computed - sum(passes) <= most
-    assert found[0].token_ids == whole.token_ids
-    for one, other in zip(found[0].logprobs or (), whole.logprobs or (), strict=True):
+    assert answer.token_ids == whole.token_ids
+    for one, other in zip(answer.logprobs or (), whole.logprobs or (), strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
-def test_an_answer_goes_on_between_slices(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_goes_on_between_slices(engine: CacheClipEngine, monkeypatch: Patch) -> None:
     """Its tokens, and those of a short question that comes, do not wait for the whole of a long prompt."""
     monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 64})
     monkeypatch.setattr(engine.primary, "eos_ids", frozenset())
     threads, order, reached, go_on = Threads(), list[str](), threading.Event(), threading.Event()
     running = engine.stream([{"role": "user", "content": "Go on."}], SamplingParams(max_tokens=200), method="prefix")
     next(running)
-    extend = type(engine.primary).extend
 
-    def held(self: Any, state: Any, ids: Any, start: int, **options: Any) -> Any:
+    def held(*_: Any, **__: Any) -> None:
         order.append("slice")
         reached.set()
         assert go_on.wait(WAIT_S)
         if order.count("slice") == 4:  # in the long prompt's turn: both have had theirs
             until(lambda: {"short", "token"} <= {*order})
-        return extend(self, state, ids, start, **options)
 
-    def long() -> None:
-        next(engine.stream(LONG, PARAMS, method="prefix"))
-        order.append("long")
+    def ask(name: str, prompt: Any) -> None:
+        next(engine.stream(prompt, PARAMS, method="prefix"))
+        order.append(name)
 
-    def short() -> None:
-        next(engine.stream([{"role": "user", "content": "How?"}], PARAMS, method="prefix"))
-        order.append("short")
-
-    def answer() -> None:
-        for _ in running:
-            order.append("token")
-
-    monkeypatch.setattr(type(engine.primary), "extend", held)
-    threads.start(long)
+    spied(monkeypatch, type(engine.primary), "extend", held)
+    threads.start(lambda: ask("long", LONG))
     assert reached.wait(WAIT_S)
-    threads.start(short)
+    threads.start(lambda: ask("short", [{"role": "user", "content": "How?"}]))
     until(lambda: waiting(engine) == 2)
-    threads.start(answer)
+    threads.start(lambda: order.extend("token" for _ in running))
     until(lambda: turns_of(engine.primary)._waiting == 1)
     go_on.set()
     threads.join()
     assert order.count("slice") > 4
 
 
-def test_who_leaves_while_a_long_prompt_is_read(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_while_a_long_prompt_is_read(engine: CacheClipEngine, monkeypatch: Patch) -> None:
     monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 64})
-    extend, caller, passes = type(engine.primary).extend, Waiter(), list[int]()
-
-    def leaving(self: Any, state: Any, ids: Any, start: int, **options: Any) -> Any:
-        passes.append(start)
-        caller.leave()
-        return extend(self, state, ids, start, **options)
-
-    monkeypatch.setattr(type(engine.primary), "extend", leaving)
+    caller = Waiter()
+    passes = spied(monkeypatch, type(engine.primary), "extend", lambda *_, **__: caller.leave())
     with caller.asking(), pytest.raises(CallerLeft):
         engine.generate(LONG, PARAMS, method="prefix")
     assert len(passes) == 1 and turns_of(engine.primary).is_idle
 
 
-def test_the_time_in_the_queue(engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_the_queue(engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch) -> None:
     """By a clock that stands still but for the seconds of the turns before."""
     engine.precompute(chunks)
     engine.generate(asked(engine, 0, chunks), PARAMS)
@@ -193,20 +163,16 @@ def test_the_time_in_the_queue(engine: CacheClipEngine, chunks: list[str], monke
     assert all(not any(answer.stats.phases_s.values()) for answer in found)
 
 
-def test_who_raises_holds_up_nobody(
-    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_raises_holds_up_nobody(engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch) -> None:
     engine.precompute(chunks)
-    fuse = type(engine.primary).fuse
     failed: list[int] = []
 
-    def fails(self: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
-        if "number 1?" in self.decode_ids(plan.layout.token_ids):
+    def fails(runtime: Any, plan: Any, *_: Any, **__: Any) -> None:
+        if "number 1?" in runtime.decode_ids(plan.layout.token_ids):
             failed.append(1)
             raise ZeroDivisionError
-        return fuse(self, plan, *arguments, **options)
 
-    monkeypatch.setattr(type(engine.primary), "fuse", fails)
+    spied(monkeypatch, type(engine.primary), "fuse", fails)
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         first_tokens(engine, chunks, 3)
     assert failed == [1]
@@ -223,97 +189,74 @@ def test_an_answer_that_nobody_reads_on_holds_up_nobody(engine: CacheClipEngine,
 
 
 def test_an_observer_may_ask_itself(engine: CacheClipEngine, chunks: list[str]) -> None:
-    from cacheclip_rag.guards.base import Observer
-
     engine.precompute(chunks)
-    found: list[Answer] = []
+    answers, threads = list[Any](), Threads()
 
     class Asking(Observer):
         def on_plan(self, plan: Any, sources: Any) -> None:
-            if not found:
-                found.append(None)  # type: ignore[arg-type]
-                found.append(engine.generate(asked(engine, 5, chunks), PARAMS))
+            if not answers:
+                answers.append(None)
+                answers.append(engine.generate(asked(engine, 5, chunks), PARAMS))
 
     engine.observers.append(Asking())
-    threads = Threads()
     threads.start(lambda: engine.generate(asked(engine, 1, chunks), PARAMS))
     threads.join()
-    assert found[1].stats.hits == len(chunks)
+    assert answers[1].stats.hits == len(chunks)
 
 
-def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:
-    """As both adapters ask: a thread for each answer. One of them is given up at its first token."""
-    from cacheclip_rag.adapters.aio import iterate_in_thread
+def ask_async(engine: CacheClipEngine, number: int, chunks: list[str]) -> Any:
+    """As both adapters ask: a thread for each answer."""
+    return iterate_in_thread(lambda: engine.stream(asked(engine, number, chunks), PARAMS))
 
+
+async def until_async(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:
+    """One of them is given up at its first token."""
     engine.precompute(chunks)
-    order: list[int] = []
+    order, tasks = list[int](), list[asyncio.Task[None]]()
 
     async def ask(number: int) -> None:
-        stream = iterate_in_thread(lambda: engine.stream(asked(engine, number, chunks), PARAMS))
+        stream = ask_async(engine, number, chunks)
         async for _ in stream:
             order.append(number)
             if number == 1:
                 break
         await stream.aclose()
 
-    async def all_of_them() -> None:
-        held = threading.Event()
-        holder = threading.Thread(target=hold, args=(held,))
-        holder.start()
-        until(lambda: waiting(engine) == 1)
-        tasks = []
+    with turns_of(engine.primary).prompt():
         for number in range(4):
             tasks.append(asyncio.create_task(ask(number)))
-            while waiting(engine) < number + 2:
-                await asyncio.sleep(0.001)
-        held.set()
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
-        holder.join()
-
-    def hold(held: threading.Event) -> None:
-        with turns_of(engine.primary).prompt():
-            held.wait(60)
-
-    asyncio.run(all_of_them())
+            await until_async(lambda number=number: waiting(engine) == number + 2)  # type: ignore[misc]
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert sorted({*order}) == [0, 1, 2, 3] and order.count(1) == 1
 
 
-def test_who_leaves_while_it_waits_is_not_answered(
-    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_who_leaves_while_it_waits_is_not_answered(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """Cancelled, as by a server whose client hung up. Its thread ends at once, and those behind it move up."""
-    from cacheclip_rag.adapters.aio import iterate_in_thread
-
     engine.precompute(chunks)
-    fuse, fused = type(engine.primary).fuse, list[str]()
-
-    def seen(self: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
-        fused.append(self.decode_ids(plan.layout.token_ids))
-        return fuse(self, plan, *arguments, **options)
-
-    monkeypatch.setattr(type(engine.primary), "fuse", seen)
+    calls, tasks = spied(monkeypatch, type(engine.primary), "fuse"), list[asyncio.Task[int]]()
 
     async def ask(number: int) -> int:
-        events = iterate_in_thread(lambda: engine.stream(asked(engine, number, chunks), PARAMS))
-        return len([event async for event in events])
+        return len([event async for event in ask_async(engine, number, chunks)])
 
-    async def all_of_them() -> None:
-        running = turns_of(engine.primary)
-        tasks = []
-        with running.prompt():  # the loop's thread computes
-            for number in range(3):
-                tasks.append(asyncio.create_task(ask(number)))
-                while waiting(engine) < number + 2:
-                    await asyncio.sleep(0.001)
-            tasks[1].cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await tasks[1]
-            while waiting(engine) > 3:
-                await asyncio.sleep(0.001)
-            assert waiting(engine) == 3 and not fused
-        assert all(await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 60))
-
-    asyncio.run(all_of_them())
+    with turns_of(engine.primary).prompt():  # the loop's thread computes
+        for number in range(3):
+            tasks.append(asyncio.create_task(ask(number)))
+            await until_async(lambda number=number: waiting(engine) == number + 2)  # type: ignore[misc]
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        await until_async(lambda: waiting(engine) <= 3)
+        assert waiting(engine) == 3 and not calls
+    assert all(await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 60))
+    fused = [engine.primary.decode_ids(plan.layout.token_ids) for _, plan, *_ in calls]
     assert ["number 0?" in fused[0], "number 2?" in fused[1], len(fused)] == [True, True, 2]
     until(lambda: waiting(engine) == 0)
 
@@ -340,25 +283,19 @@ def test_engines_that_share_weights_share_the_queue(engine: CacheClipEngine, chu
 
 
 class Gate:
-    """Holds every answer at its second token."""
+    """Holds every answer at its second token, until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.waiting = list[object]()
-        """Their states."""
-        self._opened, step = threading.Event(), Turns.step
+    def __init__(self, monkeypatch: Patch) -> None:
+        self.waiting, self.opened = list[object](), threading.Event()
 
-        def gated(*given: Any) -> Any:
-            self.waiting.append(given[2])
-            assert self._opened.wait(2 * WAIT_S), "nobody opens"
-            return step(*given)
+        def gated(turns: Any, _: Any, state: Any, *__: Any) -> None:
+            self.waiting.append(state)
+            assert self.opened.wait(2 * WAIT_S), "nobody opens"
 
-        monkeypatch.setattr(Turns, "step", gated)
-
-    def open(self) -> None:
-        self._opened.set()
+        spied(monkeypatch, Turns, "step", gated)
 
 
-def says(engine: CacheClipEngine, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def says(engine: CacheClipEngine, text: str, monkeypatch: Patch) -> None:
     """Let every token have this text."""
     for name in ("decode_ids", "decode_calls"):
         monkeypatch.setattr(engine.primary, name, lambda ids: text * len(ids))
@@ -372,18 +309,21 @@ HELD_BACK: dict[str, tuple[str, dict[str, Any]]] = {
     "as the beginning of reasoning": ("<", {}),
     "as there is none": ("", {}),
     "until it is verified": ("a", {"stop": NEVER, "finish": "revise", "method": "direct"}),
-}
-HELD_BACK_TOO: dict[str, tuple[str, dict[str, Any]]] = {
     "with a schema": ("a", {"stop": NEVER, "json_schema": {"type": "object"}}),
     "with tools": ("\n", {"tools": [SEARCH]}),
 }
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize(("text", "options"), HELD_BACK.values(), ids=HELD_BACK)
+@pytest.mark.parametrize("kind", HELD_BACK)
 def test_text_that_is_held_back_holds_up_nobody(
-    engine: CacheClipEngine, chunks: list[str], text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: CacheClipEngine, tool_model: str, chunks: list[str], kind: str, monkeypatch: Patch
 ) -> None:
+    text, options = HELD_BACK[kind]
+    if {"json_schema", "tools"} & {*options}:
+        engine = CacheClipEngine(
+            primary=tool_model, auxiliary=None, method="direct", chunk_context="prefix", store=None
+        )
     engine.precompute(chunks)
     says(engine, text, monkeypatch)
     gate, threads, events = Gate(monkeypatch), Threads(), list[Any]()
@@ -393,27 +333,18 @@ def test_text_that_is_held_back_holds_up_nobody(
         threads.start(lambda: events.append(engine.generate(asked(engine, 2, chunks), max_tokens=1)))
         until(lambda: bool(events))
     finally:
-        gate.open()
+        gate.opened.set()
         threads.join()
     other, *own = events
     assert len(other.token_ids) == 1 and len(own[-1].answer.token_ids) > 1
     assert own[0].text == "" and own[0].answer is None
 
 
-@pytest.mark.parametrize(("text", "options"), HELD_BACK_TOO.values(), ids=HELD_BACK_TOO)
-def test_a_schema_or_a_call_holds_up_nobody(
-    tool_model: str, chunks: list[str], text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", chunk_context="prefix", store=None)
-    test_text_that_is_held_back_holds_up_nobody(engine, chunks, text, options, monkeypatch)
-
-
 def test_who_leaves_while_text_is_held_back_has_no_token_more(
-    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     says(engine, "a", monkeypatch)
-    steps, step = list[int](), engine.primary.decode_step
-    monkeypatch.setattr(engine.primary, "decode_step", lambda *given: steps.append(given[1]) or step(*given))
+    steps = spied(monkeypatch, engine.primary, "decode_step")
     stream = engine.stream(asked(engine, 1, chunks), max_tokens=50, stop=NEVER)
     for count in range(3):
         assert next(stream).text == "" and len(steps) == count
@@ -437,36 +368,31 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.some(3)
 @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
 def test_answers_in_one_pass_are_those_alone(
-    engine: CacheClipEngine, chunks: list[str], finish: str, tool_model: str, monkeypatch: pytest.MonkeyPatch
+    engine: CacheClipEngine, chunks: list[str], finish: str, tool_model: str, monkeypatch: Patch
 ) -> None:
     """Samplers, penalties, stop strings, schemas and lengths side by side, and one caller who leaves."""
-    engine = CacheClipEngine(
-        replace(engine.config, primary=tool_model, prefix_cache_bytes=0)
-    )  # no answer continues another one's KV
+    options: dict[str, Any] = {"primary": tool_model, "prefix_cache_bytes": 0}  # no answer continues another one's KV
+    engine = CacheClipEngine(replace(engine.config, **options))
     engine.precompute(chunks)
-    runtime, batches = engine.primary, list[int]()
     params = [SamplingParams(**{"max_tokens": 24, **kind}) for kind in KINDS]
     params = [each for each in params if finish == "none" or not each.json_schema]
+    alone, together = dict[int, tuple[int, ...]](), dict[int, tuple[int, ...]]()
 
-    def ask(number: int) -> Any:
-        return engine.stream(asked(engine, number, chunks), params[number], finish=finish)
-
-    alone = {number: [*ask(number)][-1].answer.token_ids for number in range(len(params))}
-    together, threads = dict[int, tuple[int, ...]](), Threads()
-    step = runtime.decode_steps
-    monkeypatch.setattr(runtime, "decode_steps", lambda *given: batches.append(len(given[0])) or step(*given))
-
-    def work(number: int) -> None:
-        together[number] = [*ask(number)][-1].answer.token_ids
+    def ask(number: int, into: dict[int, tuple[int, ...]]) -> None:
+        *_, last = engine.stream(asked(engine, number, chunks), params[number], finish=finish)
+        into[number] = last.answer.token_ids
 
     def leave() -> None:
-        events = ask(0)
+        events = engine.stream(asked(engine, 0, chunks), params[0], finish=finish)
         next(events)
         events.close()
 
-    with turns_of(runtime).prompt():
+    for number in range(len(params)):
+        ask(number, alone)
+    threads, batches = Threads(), spied(monkeypatch, engine.primary, "decode_steps")
+    with turns_of(engine.primary).prompt():
         for number in range(len(params)):
-            threads.start(lambda number=number: work(number))  # type: ignore[misc]
+            threads.start(partial(ask, number, together))
         threads.start(leave)
     threads.join()
-    assert together == alone and batches and max(batches) > 2
+    assert together == alone and max(len(states) for states, *_ in batches) > 2

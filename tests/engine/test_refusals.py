@@ -1,7 +1,5 @@
 """How the engine refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +7,23 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
-from cacheclip_rag.base.errors import (
-    ConfigurationError,
-    DownloadError,
-    PromptTooLongError,
-    UnknownModelError,
-)
+from cacheclip_rag.answering import models
+from cacheclip_rag.base.errors import ConfigurationError, DownloadError, PromptTooLongError, UnknownModelError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
+from tests.conftest import Logs, Make, Patch, spied
 from tests.engine.asking import SHORT, rag
+
+HALF = "A text of some length with half of an emoji: \ud83d and more."
+SENSELESS: list[dict[str, Any]] = [
+    *({"method": each} for each in ("nonsense", Recompute, None)),
+    *({name: -1} for name in ("memory_bytes", "prefix_cache_bytes", "max_bytes")),
+    *({name: ""} for name in ("primary", "namespace", "store")),
+    *({name: None} for name in ("primary", "namespace")),
+    *({name: 5} for name in ("store", "auxiliary", "system_prompt")),
+    *({"chunk_context": "nonsense"}, {"dtype": "float64"}, {"codec": "int3"}, {"on_miss": "explode"}),
+    *({"memory_bytes": "1 GB"}, {"max_bytes": 1.5}),
+]
 
 
 class TestRefusals:
@@ -36,40 +42,57 @@ class TestRefusals:
         with pytest.raises(PromptTooLongError):  # nor does the advice throw away much more than it must
             engine.generate(rag(many[: -(drop - 3)]), SHORT, documents=many)
 
-    def test_question_too_long(self, engine: CacheClipEngine) -> None:
+    @pytest.mark.parametrize(
+        ("prompts", "message"),
+        [
+            (["", "  \n", [], [Fresh("")], [Fresh(""), Chunk("")], ()], r"empty|at least one"),
+            ([5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]], "segments"),
+            ([HALF], "half a character"),
+        ],
+    )
+    def test_prompts(self, engine: CacheClipEngine, prompts: list[Any], message: str) -> None:
+        for prompt in prompts:
+            with pytest.raises(ConfigurationError, match=message):
+                engine.generate(prompt, SHORT)
+
+    @pytest.mark.parametrize(
+        ("params", "options", "message"),
+        [
+            (SHORT, {"question": 5}, "question"),
+            ({"max_tokens": 3}, {}, "SamplingParams"),
+            (SHORT, {"method": "nonsense"}, "full, prefix, direct, "),
+        ],
+    )
+    def test_options_of_a_call(self, engine: CacheClipEngine, params: Any, options: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            engine.generate("Hello", params, **options)
+
+    def test_texts(self, engine: CacheClipEngine) -> None:
+        """A single string would otherwise be taken for a list of letters."""
+        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, documents=t)):
+            for wrong in ("one string", [1], None, 5, [b"bytes"]):
+                with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
+                    call(wrong)
+        for text, message in (("", "empty or blank"), ("  \n ", "empty or blank"), (HALF, "half a character")):
+            with pytest.raises(ConfigurationError, match=message):
+                engine.precompute([text])
+        long = "word " * 5000
+        with pytest.raises(PromptTooLongError, match="smaller chunks"):
+            engine.precompute([long])
+        assert engine.store.stats().entries == 0 and not engine.is_stored(long)
         with pytest.raises(PromptTooLongError, match="shorten the question"):
-            engine.generate("word " * 5000, SHORT)
+            engine.generate(long, SHORT)
 
     def test_a_prompt_that_cannot_fit_is_not_even_tokenised(
-        self, engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+        self, engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
     ) -> None:
         """Its bytes are proof enough; a megabyte would take a second."""
         engine.precompute(chunks)
-        runtime, lengths = engine.primary, []
-        monkeypatch.setattr(
-            runtime,
-            "tokenize",
-            lambda text, **options: lengths.append(len(text)) or type(runtime).tokenize(runtime, text, **options),
-        )
+        calls = spied(monkeypatch, engine.primary, "tokenize")
         with pytest.raises(PromptTooLongError, match=r"at least \d+ tokens, \d+ more than the 2047 .*longer context"):
             engine.generate(rag([*chunks, "lamp " * 200_000]), SHORT)
-        assert max(lengths, default=0) < 10_000
+        assert max((len(text) for text, *_ in calls), default=0) < 10_000
         engine.generate(rag(chunks), SHORT)
-
-    def test_chunk_too_long(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(PromptTooLongError, match="smaller chunks"):
-            engine.precompute(["word " * 5000])
-        assert not engine.is_stored("word " * 5000)
-
-    @pytest.mark.parametrize("prompt", ["", "  \n", [], [Fresh("")], [Fresh(""), Chunk("")], ()])
-    def test_empty_prompt(self, engine: CacheClipEngine, prompt: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"empty|at least one"):
-            engine.generate(prompt, SHORT)
-
-    @pytest.mark.parametrize("text", ["", "  \n "])
-    def test_empty_chunk(self, engine: CacheClipEngine, text: str) -> None:
-        with pytest.raises(ConfigurationError, match="empty or blank"):
-            engine.precompute([text])
 
     def test_no_auxiliary(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(auxiliary=None)
@@ -89,79 +112,34 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match="recompute_ratio"):
             preset("cacheclip").at(ratio)
 
+    @pytest.mark.parametrize("options", SENSELESS, ids=str)
+    def test_senseless_options(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError):
+            CacheClipEngine(**options)
+
     @pytest.mark.parametrize(
-        ("option", "value"),
+        ("options", "message"),
         [
-            ("method", "nonsense"),
-            ("method", Recompute),
-            ("method", None),
-            ("chunk_context", "nonsense"),
-            ("dtype", "float64"),
-            ("codec", "int3"),
-            ("on_miss", "explode"),
-            ("primary", ""),
-            ("memory_bytes", -1),
-            ("prefix_cache_bytes", -1),
-            ("max_bytes", -1),
-            ("memory_bytes", "1 GB"),
-            ("max_bytes", 1.5),
-            ("namespace", None),
-            ("namespace", ""),
-            ("primary", None),
-            ("store", ""),
-            ("store", 5),
-            ("auxiliary", 3),
-            ("system_prompt", 3),
+            ({"method": "caheclip"}, "Did you mean 'cacheclip'"),
+            ({"dtype": "bflaot16"}, "Did you mean 'bfloat16'"),
+            ({"chunk_context": "passage"}, "Did you mean 'passages'"),
+            ({"tempo": 3}, "unknown option"),
+            (
+                {"recompute_ration": 0.2},
+                r"option recompute_ration\. Did you mean 'recompute_ratio'.* Known: primary.*ratio",
+            ),
         ],
     )
-    def test_senseless_options(self, option: str, value: Any) -> None:
-        with pytest.raises(ConfigurationError):
-            CacheClipEngine(**{option: value})
-
-    def test_unknown_option_lists_the_known(self) -> None:
-        with pytest.raises(
-            ConfigurationError, match=r"option recompute_ration\. Did you mean .* Known: primary.*recompute_ratio"
-        ):
-            CacheClipEngine(recompute_ration=0.2)
-        with pytest.raises(ConfigurationError, match="unknown option"):
-            get_engine(tempo=3)
+    def test_near_misses_are_named(self, options: dict[str, Any], message: str) -> None:
+        for build in (CacheClipEngine, get_engine):
+            with pytest.raises(ConfigurationError, match=message):
+                build(**options)
 
     def test_however_a_store_is_named_it_is_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         named = [EngineConfig(store=name) for name in (tmp_path / "st", str(tmp_path / "st"), "st", "./x/../st")]
         assert len(set(named)) == 1
         assert EngineConfig(store="~/st").store == str(Path.home() / "st")
-
-    @pytest.mark.parametrize("prompt", [5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]])
-    def test_prompt_of_another_type(self, engine: CacheClipEngine, prompt: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"segments"):
-            engine.generate(prompt, SHORT)
-
-    @pytest.mark.parametrize("texts", ["one string", [1], None, 5, [b"bytes"]])
-    def test_texts_of_another_type(self, engine: CacheClipEngine, texts: Any) -> None:
-        """A single string would otherwise be taken for a list of letters."""
-        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, documents=t)):
-            with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
-                call(texts)
-        assert engine.store.stats().entries == 0
-
-    def test_question_of_another_type(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="question"):
-            engine.generate("Hello", SHORT, question=5)  # type: ignore[arg-type]
-
-    def test_params_of_another_type(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="SamplingParams"):
-            engine.generate("Hello", {"max_tokens": 3})  # type: ignore[arg-type]
-
-    def test_half_a_character(self, engine: CacheClipEngine) -> None:
-        text = "A text of some length with half of an emoji: \ud83d and more."
-        for call in (lambda: engine.precompute([text]), lambda: engine.generate(text, SHORT)):
-            with pytest.raises(ConfigurationError, match="half a character"):
-                call()
-
-    def test_unknown_method_of_one_call(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="full, prefix, direct, "):
-            engine.generate("Hello", SHORT, method="nonsense")
 
     def test_which_ratio_counts(self, make: Callable[..., CacheClipEngine]) -> None:
         """That of the call, else the instance's own; for names and the engine's own method the engine's, if it has
@@ -178,12 +156,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("default", "method"), [("cacheclip", "direct"), ("auto", "direct"), ("auto", None)])
     def test_other_methods_work_while_the_auxiliary_cannot_be_had(
-        self,
-        make: Callable[..., CacheClipEngine],
-        chunks: list[str],
-        caplog: pytest.LogCaptureFixture,
-        default: str,
-        method: str | None,
+        self, make: Make, chunks: list[str], caplog: Logs, default: str, method: str | None
     ) -> None:
         engine = make(auxiliary="nobody/no-such-model", method=default)
         first = engine.generate(rag(chunks), SHORT, method=method, documents=chunks)
@@ -193,31 +166,20 @@ class TestRefusals:
         assert (again.hits, again.method) == (4, method or "anchored")
         assert chunks[0] in engine.chunk_caches(with_auxiliary=False)[0]
         assert engine.release(chunks) == 4
-        with pytest.raises(DownloadError):
-            engine.generate(rag(chunks), SHORT, method="cacheclip")
-        with pytest.raises(DownloadError):
-            engine.precompute(chunks)
+        for call in (
+            lambda: engine.generate(rag(chunks), SHORT, method="cacheclip"),
+            lambda: engine.precompute(chunks),
+        ):
+            with pytest.raises(DownloadError):
+                call()
 
-    @pytest.mark.parametrize(
-        ("name", "error", "message"),
-        [
-            ("smollm-135m", UnknownModelError, r"Did you mean 'packaged:smollm2-135m'\? Packaged names"),
-        ],
-    )
     def test_a_name_that_no_auxiliary_can_have_is_refused_before_the_primary_loads(
-        self,
-        make: Callable[..., CacheClipEngine],
-        chunks: list[str],
-        name: str,
-        error: type[Exception],
-        message: str,
-        monkeypatch: pytest.MonkeyPatch,
+        self, make: Make, chunks: list[str], monkeypatch: Patch
     ) -> None:
-        loaded: list[str] = []
-        monkeypatch.setattr("cacheclip_rag.answering.models.load_any", lambda name, **options: loaded.append(name))
-        engine = make(auxiliary=name)
+        loaded = spied(monkeypatch, models, "load_any")
+        engine = make(auxiliary="smollm-135m")
         for call in (lambda: engine.generate(rag(chunks), SHORT), lambda: engine.precompute(chunks)):
-            with pytest.raises(error, match=message):
+            with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\? Packaged names"):
                 call()
         assert loaded == []
 
@@ -234,16 +196,3 @@ class TestRefusals:
             engine.generate("Hello", max_token=2)
         with pytest.raises(ConfigurationError, match="stop must be a string or a list"):
             engine.generate("Hello", stop=5)
-
-    @pytest.mark.parametrize(
-        ("options", "near"),
-        [
-            ({"recompute_ration": 0.2}, "recompute_ratio"),
-            ({"method": "caheclip"}, "cacheclip"),
-            ({"dtype": "bflaot16"}, "bfloat16"),
-            ({"chunk_context": "passage"}, "passages"),
-        ],
-    )
-    def test_near_misses_are_named(self, options: dict[str, Any], near: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"Did you mean '{near}'"):
-            EngineConfig(**options) if "recompute_ration" not in options else CacheClipEngine(**options)

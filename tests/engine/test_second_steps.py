@@ -1,8 +1,6 @@
 """A failure at the second step, and at every later one, of each operation of an engine: the error reaches the caller,
 nothing half is kept, what was stored before is found, and a second try succeeds."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,26 +9,19 @@ from typing import Any
 import pytest
 from planted_faults import Broken, Fault
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, Event, StoreError
 from cacheclip_rag.answering.turns import turns_of
-from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.caches import ChunkCaches, PrefixKV
 from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.finding.texts import TextIndex
-from cacheclip_rag.fusion.answer import Event
-from cacheclip_rag.guards.base import Observer
+from cacheclip_rag.guards import Observer
 from cacheclip_rag.runtime.prompt_cache import PromptCache
-from cacheclip_rag.store import Catalog, ChunkStore, Sources, TenantStore, Tiers
+from cacheclip_rag.store import Catalog, ChunkStore, Sources, TenantStore, TextIndex, Tiers
 from tests.answering.test_turns import until
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Logs, Patch
 from tests.engine.asking import SHORT, rag
 from tests.store.samples import totals_are_right
 
 Owner = Callable[[CacheClipEngine], Any]
-
-
-def threads() -> set[threading.Thread]:
-    return {*threading.enumerate()}
 
 
 @pytest.fixture
@@ -40,10 +31,10 @@ def asked(engine: CacheClipEngine, chunks: list[str]) -> Iterator[CacheClipEngin
     engine.precompute(chunks[:2])
     engine.generate(rag(chunks[:2]), SHORT)
     engine.prefixes.clear()
-    before = threads()
+    before = {*threading.enumerate()}
     yield engine
     until(lambda: turns_of(engine.primary).is_idle)
-    until(lambda: threads() <= before)
+    until(lambda: {*threading.enumerate()} <= before)
     assert not engine.store.catalog.announcements.writers() and totals_are_right(engine.store), "bytes stay reserved"
     engine.prefixes.clear()
     assert not engine.prefixes.stats.bytes, "blocks stay in use"
@@ -62,15 +53,10 @@ ANSWER: list[tuple[Owner, str, int]] = [
     (lambda engine: engine.observers[-1], "on_answer", 1),
 ]
 AFTER: list[tuple[Any, str, int, type[Exception]]] = [
-    (TenantStore, "check_writable", 1, StoreError),
-    (TenantStore, "check_writable", 2, OSError),
-    (ChunkCaches, "write", 1, RuntimeError),
-    (ChunkCaches, "write", 2, MemoryError),
-    (ChunkCaches, "write", 3, RuntimeError),
-    (TenantStore, "put", 2, OSError),
-    (TenantStore, "put", 3, StoreError),
-    (ChunkTexts, "add", 1, StoreError),
-    (ChunkTexts, "add", 2, RuntimeError),
+    *((TenantStore, "check_writable", at, error) for at, error in ((1, StoreError), (2, OSError))),
+    *((ChunkCaches, "write", at, error) for at, error in ((1, RuntimeError), (2, MemoryError), (3, RuntimeError))),
+    *((TenantStore, "put", at, error) for at, error in ((2, OSError), (3, StoreError))),
+    *((ChunkTexts, "add", at, error) for at, error in ((1, StoreError), (2, RuntimeError))),
 ]
 """Steps of storing what was missing, after the last event."""
 
@@ -83,13 +69,7 @@ class TestAnswer:
     @pytest.mark.some(3)
     @pytest.mark.parametrize(("owner", "name", "at"), ANSWER, ids=names(ANSWER))
     def test_its_error_reaches_the_caller_and_the_next_is_answered(
-        self,
-        asked: CacheClipEngine,
-        chunks: list[str],
-        owner: Owner,
-        name: str,
-        at: int,
-        monkeypatch: pytest.MonkeyPatch,
+        self, asked: CacheClipEngine, chunks: list[str], owner: Owner, name: str, at: int, monkeypatch: Patch
     ) -> None:
         right = asked.generate(rag(chunks[:2]), SHORT)
         asked.prefixes.clear()
@@ -106,7 +86,7 @@ class TestAnswer:
 
     @pytest.mark.parametrize(("method", "name"), [("prefix", "prefill_from"), ("cacheclip", "run_slots")])
     def test_the_prefix_cache_gets_its_blocks_back(
-        self, asked: CacheClipEngine, chunks: list[str], method: str, name: str, monkeypatch: pytest.MonkeyPatch
+        self, asked: CacheClipEngine, chunks: list[str], method: str, name: str, monkeypatch: Patch
     ) -> None:
         """What the fixture looks at after the test, in which a prompt's first tokens are known."""
         asked.generate(rag(chunks[:1], "Who?"), SHORT, method="prefix")
@@ -126,8 +106,7 @@ class TestAnswer:
         for _ in range(count):
             next(stream)
         stream.close()
-        assert turns_of(asked.primary).is_idle
-        assert asked.generate(rag(chunks[:2]), SHORT).text == right.text
+        assert turns_of(asked.primary).is_idle and asked.generate(rag(chunks[:2]), SHORT).text == right.text
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(("owner", "name", "at", "error"), AFTER, ids=names(AFTER))
@@ -139,8 +118,8 @@ class TestAnswer:
         name: str,
         at: int,
         error: type[Exception],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        monkeypatch: Patch,
+        caplog: Logs,
     ) -> None:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             fault = Fault(patch, owner, name, at, error)
@@ -177,7 +156,7 @@ class TestPrecompute:
     @pytest.mark.some(3)
     @pytest.mark.parametrize(("owner", "name", "at"), PRECOMPUTE, ids=names(PRECOMPUTE))
     def test_batches_before_it_are_stored_and_a_second_try_stores_the_rest(
-        self, asked: CacheClipEngine, owner: Owner | None, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+        self, asked: CacheClipEngine, owner: Owner | None, name: str, at: int, monkeypatch: Patch
     ) -> None:
         monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 2)
         counted = Counter()
@@ -203,8 +182,7 @@ class Counter:
     texts = computed = 0
 
     def stored(self, texts: int, computed: int) -> None:
-        self.texts += texts
-        self.computed += computed
+        self.texts, self.computed = self.texts + texts, self.computed + computed
 
 
 RELEASE: list[tuple[Any, str, int]] = [
@@ -226,7 +204,7 @@ class TestRelease:
         ids=[f"{by}-{owner.__name__}-{name}-{at}" for by, owner, name, at in RELEASES],
     )
     def test_a_second_try_releases_the_rest(
-        self, asked: CacheClipEngine, by: str, owner: Any, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+        self, asked: CacheClipEngine, by: str, owner: Any, name: str, at: int, monkeypatch: Patch
     ) -> None:
         gone, kept = TEXTS[:3], TEXTS[3:]
         asked.precompute({text: [(f"s{number}", "d")] for number, text in enumerate(gone)})
@@ -261,7 +239,7 @@ WARM_UP: list[tuple[Owner, str, int]] = [
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("owner", "name", "at"), WARM_UP, ids=names(WARM_UP))
 def test_warming_up_again(
-    asked: CacheClipEngine, chunks: list[str], owner: Owner, name: str, at: int, monkeypatch: pytest.MonkeyPatch
+    asked: CacheClipEngine, chunks: list[str], owner: Owner, name: str, at: int, monkeypatch: Patch
 ) -> None:
     fresh = CacheClipEngine(asked.config)
     with monkeypatch.context() as patch:
@@ -278,11 +256,7 @@ def test_warming_up_again(
 @pytest.mark.some(3)
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_idle_finishing_of_the_other_prompts_goes_on(
-    asked: CacheClipEngine,
-    chunks: list[str],
-    at: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    asked: CacheClipEngine, chunks: list[str], at: int, monkeypatch: Patch, caplog: Logs
 ) -> None:
     prompts = [rag(chunks[:2]), rag([chunks[1], chunks[0]])]
     right = asked.generate(prompts[0], SHORT).text
@@ -293,11 +267,9 @@ def test_idle_finishing_of_the_other_prompts_goes_on(
                 asked.generate(prompt, SHORT, finish="idle")
             Fault(patch, asked.primary, "extend", at)
         assert asked.wait_for_observers()
-    assert f"extend failed at call {at}" in caplog.text
-    assert turns_of(asked.primary).is_idle
-    tokens = [asked.prefixes.known(asked.plan(prompt).layout.token_ids) for prompt in prompts]
-    lengths = [asked.plan(prompt).layout.num_tokens for prompt in prompts]
-    done = [known > length - 17 for known, length in zip(tokens, lengths, strict=True)]
+    assert f"extend failed at call {at}" in caplog.text and turns_of(asked.primary).is_idle
+    layouts = [asked.plan(prompt).layout for prompt in prompts]
+    done = [asked.prefixes.known(layout.token_ids) > layout.num_tokens - 17 for layout in layouts]
     assert sum(done) == 1, "one is completed, and one failed"
     asked.prefixes.clear()
     assert asked.generate(prompts[0], SHORT).text == right
@@ -306,9 +278,7 @@ def test_idle_finishing_of_the_other_prompts_goes_on(
 @pytest.mark.some(3)
 @pytest.mark.parametrize("finish", ["verify", "revise"])
 @pytest.mark.parametrize("at", [1, 2])
-def test_finishing(
-    asked: CacheClipEngine, chunks: list[str], finish: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finishing(asked: CacheClipEngine, chunks: list[str], finish: str, at: int, monkeypatch: Patch) -> None:
     prompt = rag(chunks[:2])
     right = asked.generate(prompt, SHORT, finish=finish).text
     asked.prefixes.clear()
@@ -322,7 +292,7 @@ def test_finishing(
 
 @pytest.mark.parametrize("number", [-1, -2])
 def test_closing_goes_on_after_an_observer_that_cannot_be_closed(
-    asked: CacheClipEngine, chunks: list[str], number: int, monkeypatch: pytest.MonkeyPatch
+    asked: CacheClipEngine, chunks: list[str], number: int, monkeypatch: Patch
 ) -> None:
     closed = []
     for owner in (asked.observers[-3 - number], asked._answering.completion, asked.parts):

@@ -1,7 +1,5 @@
 """Chunks that are missing, damaged, shared or evicted."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -10,20 +8,18 @@ import shutil
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote_plus
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
+from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, Fresh, PromptTooLongError, get_engine
 from cacheclip_rag.answering import pipeline
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods import Method, preset, vary
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
-from cacheclip_rag.methods.settings import vary
-from tests.conftest import some_of
+from tests.conftest import Make, Models, Patch, some_of
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
@@ -119,7 +115,7 @@ class TestMisses:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("name", ["cacheclip", "anchored", "epic", "direct"])
     def test_a_chunk_that_is_computed_in_full_is_as_a_missing_one(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+        self, make: Make, chunks: list[str], monkeypatch: Patch, name: str
     ) -> None:
         """The controller says which, where reading takes longer; it counts as a hit, and is not stored again."""
         whole, others = make(prefix_cache_bytes=0), make(prefix_cache_bytes=0, on_miss="ignore")
@@ -140,25 +136,19 @@ class TestMisses:
                 logits(whole, rag(chunks), method.at(1.0)).logits, full.logits, rtol=0, atol=1e-4
             )
 
-    def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
-        engine = make(on_miss="ignore")
+    def test_what_is_stored(self, make: Make, engine: CacheClipEngine, chunks: list[str]) -> None:
+        ignoring = make(on_miss="ignore")
         for _ in range(2):
-            stats = engine.generate(rag(chunks), SHORT, documents=chunks).stats
+            stats = ignoring.generate(rag(chunks), SHORT, documents=chunks).stats
             assert (stats.hits, stats.misses) == (0, 4)
-        assert not engine.is_stored(chunks[0])
-
-    def test_full_stores_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        assert not ignoring.is_stored(chunks[0])
         engine.generate(rag(chunks), SHORT, method="full", documents=chunks)
-        assert chunks[0] not in engine.chunk_caches()[0]
-
-    def test_chunk_segments_given_by_hand_are_stored_too(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        assert chunks[0] not in engine.chunk_caches()[0], "plain prefill stores nothing"
         segments = [Fresh("Read: "), Chunk(chunks[0]), Fresh("\nWhat?")]
-        assert engine.generate(segments, SHORT).stats.misses == 1
+        assert engine.generate(segments, SHORT).stats.misses == 1, "also segments that are made by hand"
         assert engine.generate(segments, SHORT).stats.hits == 1
 
-    def test_stored_for_direct_only(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
+    def test_stored_for_direct_only(self, make: Make, chunks: list[str], tmp_path: Path) -> None:
         """A store written without an auxiliary serves direct reuse at once, and cacheclip from the second call on."""
         make(auxiliary=None, store=str(tmp_path)).precompute(chunks)
         engine = make(store=str(tmp_path))
@@ -167,21 +157,13 @@ class TestMisses:
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
 
-class TestChunkContexts:
-    """Chunks are computed as the method that will read them needs them."""
-
-    @pytest.mark.parametrize("method", ["full", "prefix"])
-    def test_for_a_method_that_reads_none_as_the_settings_have_it(
-        self, engine: CacheClipEngine, chunks: list[str], method: str
-    ) -> None:
-        engine.precompute(chunks, method=method)
-        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
-
-    @pytest.mark.parametrize("method", [BEHIND_PASSAGES, preset("block")], ids=["passages", "block"])
-    def test_for_a_method_of_its_own_kind(self, engine: CacheClipEngine, chunks: list[str], method: Method) -> None:
-        engine.precompute(chunks, method=method)
+@pytest.mark.parametrize("method", ["full", "prefix", BEHIND_PASSAGES, preset("block")], ids=str)
+def test_chunks_are_computed_as_the_method_needs_them(engine: CacheClipEngine, chunks: list[str], method: Any) -> None:
+    """For one that reads none as the settings have it."""
+    engine.precompute(chunks, method=method)
+    if not isinstance(method, str):
         assert engine.generate(rag(chunks), SHORT, method=method).stats.hits == 4
-        assert engine.generate(rag(chunks), SHORT).stats.hits == 0
+    assert engine.generate(rag(chunks), SHORT).stats.hits == 4 * isinstance(method, str)
 
 
 class TestSources:
@@ -191,6 +173,8 @@ class TestSources:
         engine.precompute(chunks[:2], source="node 1", document="report")
         engine.precompute(chunks[1:3], source="node 2", document="report")
         engine.precompute(chunks[3:])
+        with pytest.raises(ConfigurationError, match="put it in a list"):
+            engine.release(sources="node 1")
         assert engine.release(sources=["node 1", "no such node"]) == 1
         assert [engine.is_stored(c) for c in chunks] == [False, True, True, True]
         assert engine.release(sources=["report"]) == 2
@@ -215,37 +199,31 @@ class TestSources:
         engine.release(chunks[:1])
         assert engine.generate(rag(chunks), SHORT, method="prefix").stats.reused_tokens == 0
 
-    def test_one_source_in_place_of_a_list_is_refused(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="put it in a list"):
-            engine.release(sources="node 1")
-
-
-def payload(engine: CacheClipEngine, key: str) -> Path:
-    """File of a stored payload."""
-    assert engine.config.store
-    return Path(engine.config.store) / "kv" / key[:2] / f"{key}.kv"
-
 
 class TestDamage:
-    def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
-        primary = model == engine.config.primary
-        caches = engine.parts.models.caches_after_prefix if primary else engine.parts.models.auxiliary_caches
-        path = payload(engine, caches.key(text))
-        content = bytearray(path.read_bytes())
-        content[-7] ^= 0xFF
+    def change(self, engine: CacheClipEngine, key: str, change: Callable[[bytearray], Any]) -> None:
+        """A stored payload on the disk."""
+        path = Path(str(engine.config.store)) / "kv" / key[:2] / f"{key}.kv"
+        change(content := bytearray(path.read_bytes()))
         path.write_bytes(content)
 
+    def damage(self, engine: CacheClipEngine, *texts: str) -> None:
+        def change(content: bytearray) -> None:
+            content[-7] ^= 0xFF
+
+        for text in texts:
+            self.change(engine, engine.parts.models.caches_after_prefix.key(text), change)
+
     def test_damaged_chunk_is_a_miss_and_the_answer_is_right(
-        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
+        self, engine: CacheClipEngine, make: Make, chunks: list[str]
     ) -> None:
         """As if that chunk had been fresh text all along."""
         engine.precompute(chunks)
-        self.damage(engine, engine.config.primary, chunks[1])
+        self.damage(engine, chunks[1])
         answer = engine.generate(rag(chunks), SHORT, method="direct")
         check_sums(answer)
         assert (answer.stats.hits, answer.stats.misses) == (3, 1)
-        other = make(on_miss="ignore")
-        other.precompute([c for c in chunks if c != chunks[1]])
+        other = make(stored=[c for c in chunks if c != chunks[1]], on_miss="ignore")
         expected = other.generate(rag(chunks), SHORT, method="direct", documents=chunks)
         assert answer.token_ids == expected.token_ids
         assert answer.stats.fresh_tokens == expected.stats.fresh_tokens
@@ -253,35 +231,33 @@ class TestDamage:
 
     def test_ratio_one_stays_exact(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
-        self.damage(engine, engine.config.primary, chunks[0])
-        self.damage(engine, engine.config.primary, chunks[3])
+        self.damage(engine, chunks[0], chunks[3])
         answer = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0)
         assert answer.stats.misses == 2
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
-    def test_damaged_prefix(
-        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
-    ) -> None:
+    def test_damaged_prefix(self, engine: CacheClipEngine, make: Make, chunks: list[str]) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
-        caches = engine.parts.models.caches_after_prefix
-        path = payload(engine, caches.prefix.key)
-        assert path.exists()
-        path.write_bytes(path.read_bytes()[:-9])
+
+        def shorten(content: bytearray) -> None:
+            del content[-9:]
+
+        self.change(engine, engine.parts.models.caches_after_prefix.prefix.key, shorten)
         again = make(store=engine.config.store)
         assert again.generate(rag(chunks), SHORT).token_ids == expected.token_ids
 
 
 class TestStore:
     def test_precompute_is_idempotent(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        assert engine.precompute(chunks) == 4
-        assert engine.precompute(chunks) == 0
-        assert engine.precompute([f"\n {chunks[0]}  "]) == 0  # the same text once stripped
-        assert engine.precompute([*chunks, "One more text for the store."]) == 1
+        counts = [engine.precompute(texts) for texts in (chunks, chunks, [f"\n {chunks[0]}  "], [*chunks, "One more."])]
+        assert counts == [4, 0, 0, 1], "the same text once stripped"
+        assert copy.deepcopy(engine) is engine
+        assert pickle.loads(pickle.dumps(engine)) is get_engine(engine.config)
 
     @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
     def test_release_of_every_chunk_context_loads_no_model(
-        self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: Method
+        self, make: Make, tmp_path: Path, chunks: list[str], method: Method
     ) -> None:
         """An engine whose models are not there deletes what another one stored for its own models and settings."""
         engine = make(store=tmp_path)
@@ -305,14 +281,12 @@ class TestStore:
         assert engine.precompute(chunks) == 2
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
-    def test_other_system_prompt_does_not_share(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
+    def test_other_system_prompt_does_not_share(self, make: Make, chunks: list[str], tmp_path: Path) -> None:
         make(store=str(tmp_path)).precompute(chunks)
         assert not make(store=str(tmp_path), system_prompt="Be brief.").is_stored(chunks[0])
 
     def test_one_chunk_that_cannot_be_stored_does_not_keep_out_the_others(
-        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+        self, make: Make, tiny_models: Models, chunks: list[str], tmp_path: Path
     ) -> None:
         """Too long for the auxiliary's short context: that chunk alone stays fresh text."""
         short = tmp_path / "short"
@@ -329,15 +303,8 @@ class TestStore:
             engine.precompute([texts[0] + " More."])
         assert set(engine.store.keys()) == keys  # nothing of it was written for the other model either
 
-    def test_copies_are_the_same_engine(self, engine: CacheClipEngine) -> None:
-        assert copy.deepcopy(engine) is engine
-        assert pickle.loads(pickle.dumps(engine)) is get_engine(engine.config)
-
-    def test_evicted_chunks_are_misses(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        engine = make(store=str(tmp_path), max_bytes=200_000)
-        engine.precompute(chunks)
+    def test_evicted_chunks_are_misses(self, make: Make, chunks: list[str], tmp_path: Path) -> None:
+        engine = make(stored=chunks, store=str(tmp_path), max_bytes=200_000)
         [disk] = engine.store.chunk_store.stats().tiers
         assert disk.evictions > 0 and engine.store.stats().bytes == disk.bytes <= 200_000
         expected = engine.generate(rag(chunks), SHORT, method="full")
@@ -346,11 +313,10 @@ class TestStore:
         assert answer.token_ids == expected.token_ids
 
     def test_coarser_entry_of_an_auxiliary_is_not_good_enough_for_a_primary(
-        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+        self, make: Make, tiny_models: Models, chunks: list[str], tmp_path: Path
     ) -> None:
         """One engine's auxiliary is another's primary, over one store: the primary reads no bfloat16 rounding."""
-        first = make(primary=tiny_models["qwen2"], auxiliary=tiny_models["llama"], store=str(tmp_path))
-        first.precompute(chunks)
+        first = make(stored=chunks, primary=tiny_models["qwen2"], auxiliary=tiny_models["llama"], store=str(tmp_path))
         engine, clean = make(auxiliary=None, store=str(tmp_path)), make(auxiliary=None)
         assert not engine.is_stored(chunks[0]) and first.is_stored(chunks[0])
         assert engine.precompute(chunks) == clean.precompute(chunks) == 4

@@ -1,11 +1,8 @@
 """Exact KV of prompts in the store: what a restarted engine finds, and what never goes there."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,9 @@ import pytest
 from cacheclip_rag import CacheClipEngine, ConfigurationError
 from cacheclip_rag.chunks.stored_prompts import SIZE
 from cacheclip_rag.store.eviction import PROMPTS
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Make, Patch, spied
 from tests.engine.asking import SHORT, logits
 
-Make = Callable[..., CacheClipEngine]
 LIMIT = 2**30
 
 
@@ -31,13 +27,8 @@ def prompt() -> str:
 @pytest.fixture
 def start(make: Make, tmp_path: Path) -> Make:
     """An engine of a new process."""
-
-    def build(**options: Any) -> CacheClipEngine:
-        return make(
-            **{"store": tmp_path / "kv", "store_prompts": True, "max_bytes": LIMIT, "on_miss": "ignore", **options}
-        )
-
-    return build
+    settings = {"store": tmp_path / "kv", "store_prompts": True, "max_bytes": LIMIT, "on_miss": "ignore"}
+    return lambda **options: make(**{**settings, **options})
 
 
 def stored(engine: CacheClipEngine) -> list[str]:
@@ -49,6 +40,11 @@ def asked(engine: CacheClipEngine, prompt: Any, method: str = "prefix", **option
     stats = engine.generate(prompt, SHORT, method=method, **options).stats
     assert engine.wait_for_observers()
     return stats.cached_prefix_tokens
+
+
+def bytes_of_one(engine: CacheClipEngine) -> int:
+    entries = engine.store.catalog.entries_of("default", stored(engine)[:1])
+    return entries.popitem()[1].num_bytes
 
 
 class TestRestart:
@@ -99,8 +95,7 @@ class TestRestart:
 
 class TestErasure:
     def test_released_texts_take_it_along(self, start: Make, prompt: str) -> None:
-        engine, other = start(), start()
-        engine.precompute([SENTENCES[0]])
+        engine, other = start(stored=SENTENCES[:1]), start()
         asked(engine, prompt)
         assert stored(engine)
         other.release(["a text that nobody stored"])
@@ -109,24 +104,20 @@ class TestErasure:
         assert stored(engine), "what is read after it is stored again"
 
     def test_what_another_process_erases_meanwhile_is_not_found_again(
-        self, start: Make, prompt: str, monkeypatch: pytest.MonkeyPatch
+        self, start: Make, prompt: str, monkeypatch: Patch
     ) -> None:
         """It erases after the keys were made, and before they are written."""
-        engine, other = start(), start()
-        other.precompute([SENTENCES[0]])
-        put = type(engine.store).put
+        engine, other = start(stored=SENTENCES[:1]), start()
 
-        def late(store: Any, *args: Any, **options: Any) -> bool:
+        def erase(*_: Any, **options: Any) -> None:
             if options.get("of_prompt"):
                 monkeypatch.undo()
                 other.release([SENTENCES[0]])
-            return put(store, *args, **options)
 
         engine.generate(prompt, SHORT, method="prefix")
-        monkeypatch.setattr(type(engine.store), "put", late)
+        spied(monkeypatch, type(engine.store), "put", erase)
         engine.close()
-        assert not stored(engine)
-        assert asked(start(), prompt) == 0
+        assert not stored(engine) and asked(start(), prompt) == 0
 
 
 class TestStore:
@@ -143,21 +134,13 @@ class TestStore:
         small.prefixes.clear()
         assert asked(start(store_prompts=True), prompt) == SIZE * (len(before) - 1), "its end went first"
 
-    def test_no_more_is_read_than_the_prompt_cache_holds(
-        self, start: Make, prompt: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_more_is_read_than_the_prompt_cache_holds(self, start: Make, prompt: str, monkeypatch: Patch) -> None:
         engine = start()
         asked(engine, prompt)
-        entry = engine.store.catalog.entries_of("default", stored(engine)[:1]).popitem()[1].num_bytes
-        small, get, read = start(prefix_cache_bytes=2 * entry), type(engine.store).get, list[str]()
-
-        def seen(store: Any, key: str, *args: Any, **options: Any) -> Any:
-            read.append(key)
-            return get(store, key, *args, **options)
-
-        monkeypatch.setattr(type(engine.store), "get", seen)
+        small, calls = start(prefix_cache_bytes=2 * bytes_of_one(engine)), spied(monkeypatch, type(engine.store), "get")
         assert asked(small, prompt) == 2 * SIZE
-        assert len({*read} & {*stored(engine)}) == 2 == len([key for key in read if key in stored(engine)])
+        read = [key for _, key, *_ in calls if key in stored(engine)]
+        assert len({*read}) == 2 == len(read)
 
     def test_a_damaged_entry_is_computed(self, start: Make, prompt: str) -> None:
         engine = start()
@@ -174,11 +157,10 @@ class TestStore:
 
     def test_it_takes_no_room_of_chunks(self, start: Make, prompt: str) -> None:
         """Nor does a prompt that has too little room take its own: it would be written for ever."""
-        engine = start()
-        engine.precompute(SENTENCES[:6])
+        engine = start(stored=SENTENCES[:6])
         chunks = engine.store.stats().bytes
         asked(engine, prompt)
-        entry = engine.store.catalog.entries_of("default", stored(engine)[:1]).popitem()[1].num_bytes
+        entry = bytes_of_one(engine)
         engine.release(["nothing"])
         for room in (0, entry, 2 * entry + 1):
             small = start(max_bytes=chunks + room)
@@ -187,23 +169,18 @@ class TestStore:
             assert all(map(small.is_stored, SENTENCES[:6])) and len(stored(small)) <= room // entry
 
     def test_a_beginning_that_is_evicted_while_the_rest_is_read(
-        self, start: Make, prompt: str, monkeypatch: pytest.MonkeyPatch
+        self, start: Make, prompt: str, monkeypatch: Patch
     ) -> None:
         asked(start(), prompt)
         later = start()
         ids = later.plan(prompt, method="prefix").layout.token_ids[:-1]
-        sources = later.parts.kv_sources(later.make_method("prefix"))
-        assert sources.stored_prompts is not None
-        sources.stored_prompts.restore(ids[:SIZE])
-        get = type(later.store).get
+        later.parts.kv_sources(later.make_method("prefix")).stored_prompts.restore(ids[:SIZE])
 
-        def late(*args: Any, **options: Any) -> Any:
-            cache = later.prefixes
-            while cache._free:
-                cache._remove(cache._free.popitem(last=False)[0])
-            return get(*args, **options)
+        def evict(*_: Any, **__: Any) -> None:
+            while later.prefixes._free:
+                later.prefixes._remove(later.prefixes._free.popitem(last=False)[0])
 
-        monkeypatch.setattr(type(later.store), "get", late)
+        spied(monkeypatch, type(later.store), "get", evict)
         found = logits(later, prompt, later.make_method("prefix"))
         monkeypatch.undo()
         expected = logits(later, prompt, later.make_method("full")).logits

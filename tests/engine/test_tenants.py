@@ -1,18 +1,13 @@
 """What engines of two tenants see of each other, what callers see of hits, and what operators see of tiers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError, SamplingParams
 from cacheclip_rag.store import ChunkStore
-from tests.conftest import rag_prompt
+from tests.conftest import Make, rag_prompt
 
-Make = Callable[..., CacheClipEngine]
 FEW = SamplingParams(max_tokens=3)
 
 

@@ -1,34 +1,25 @@
 """Tools and JSON schemas through the whole engine, on a tiny model that closes what it opens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cacheclip_testing import fake_models
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, SamplingParams, call_schema
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.tools import call_schema
 from cacheclip_rag.runtime.transformers.constraint import closed
 from cacheclip_rag.runtime.transformers.text import TextModel
+from tests.conftest import Models, Patch
 from tests.prompt.test_tools import SEARCH, calling, result, user
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer"},
-        "kind": {"enum": ["keeper", "assistant"]},
-        "places": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "age", "kind", "places"],
-}
+PLACES = {"type": "array", "items": {"type": "string"}}
+KINDS = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["keeper", "assistant"]}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {**KINDS, "places": PLACES}, "required": [*KINDS, "places"]}
 JSON = SamplingParams(max_tokens=100, json_schema=SCHEMA)
 
 
@@ -44,16 +35,12 @@ def check(text: str) -> None:
 
 
 class TestSchema:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("seed", range(2))
-    def test_sampled(self, engine: CacheClipEngine, seed: int) -> None:
-        params = SamplingParams(max_tokens=400, temperature=1.0, top_p=0.9, seed=seed, json_schema=SCHEMA)
+    def test_sampled(self, engine: CacheClipEngine) -> None:
+        params = SamplingParams(max_tokens=400, temperature=1.0, top_p=0.9, seed=0, json_schema=SCHEMA)
         answer = engine.generate("Who lived there?", params)
         check(answer.text)
         assert engine.generate("Who lived there?", params).text == answer.text
-
-    def test_without_it_the_same_model_writes_no_json(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(json.JSONDecodeError):
+        with pytest.raises(json.JSONDecodeError):  # the twin: without a schema the same model writes none
             json.loads(engine.generate("Who lived there?", SamplingParams(max_tokens=30)).text)
 
     def test_streamed_from_reused_chunks(self, engine: CacheClipEngine, chunks: list[str]) -> None:
@@ -63,39 +50,31 @@ class TestSchema:
         assert last.answer is not None and last.answer.stats.hits == 2
         assert len(pieces) > 10 and "".join(event.text for event in [*pieces, last]) == last.answer.text
         check(last.answer.text)
-
-    def test_a_cut_answer_says_so(self, engine: CacheClipEngine) -> None:
         answer = engine.generate("Who?", SamplingParams(max_tokens=5, json_schema=SCHEMA))
-        assert answer.finish_reason == "length"
+        assert answer.finish_reason == "length", "a cut answer says so"
 
     def test_json_text_is_the_same_setting(self) -> None:
         assert SamplingParams(json_schema=json.dumps(SCHEMA)) == SamplingParams(json_schema=SCHEMA)
         assert hash(JSON) == hash(SamplingParams(max_tokens=100, json_schema=SCHEMA))
+        for schema in ("{", "3", [], 3, {"type": {1}}):
+            with pytest.raises(ConfigurationError, match="json_schema must be"):
+                SamplingParams(json_schema=schema)
 
-    @pytest.mark.parametrize("schema", ["{", "3", [], 3, {"type": {1}}])
-    def test_what_is_no_schema_is_refused(self, schema: Any) -> None:
-        with pytest.raises(ConfigurationError, match="json_schema must be"):
-            SamplingParams(json_schema=schema)
-
-    def test_an_unsupported_schema_is_refused(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="cannot be followed.*wibble"):
-            engine.generate("Who?", SamplingParams(json_schema={"type": "wibble"}))
-
-    @pytest.mark.parametrize("finish", ["verify", "revise"])
-    def test_verified_finishing_is_refused(self, engine: CacheClipEngine, finish: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"finish='{finish}'"):
-            engine.generate("Who?", JSON, finish=finish)
-
-    def test_without_the_extra(self, tool_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="full")
-        with pytest.raises(MissingExtraError, match=r"pip install 'cacheclip-rag\[structured\]'"):
-            engine.generate("Who?", JSON)
-
-    def test_a_runtime_that_cannot(self) -> None:
-        engine = CacheClipEngine(**fake_models())
-        with pytest.raises(ConfigurationError, match="cannot follow a json_schema"):
-            engine.generate("Who?", JSON)
+    @pytest.mark.parametrize("case", ["wibble", "verify", "revise", "a runtime that cannot", "without the extra"])
+    def test_refused(self, engine: CacheClipEngine, monkeypatch: Patch, case: str) -> None:
+        error, params, options = ConfigurationError, JSON, {}
+        if case == "wibble":
+            params, message = SamplingParams(json_schema={"type": case}), "cannot be followed.*wibble"
+        elif case in ("verify", "revise"):
+            options, message = {"finish": case}, f"finish='{case}'"
+        elif case == "a runtime that cannot":
+            engine, message = CacheClipEngine(**fake_models()), "cannot follow a json_schema"
+        else:
+            monkeypatch.setitem(sys.modules, "llguidance", None)
+            engine = CacheClipEngine(replace(engine.config, method="full"))
+            error, message = MissingExtraError, r"pip install 'cacheclip-rag\[structured\]'"
+        with pytest.raises(error, match=message):
+            engine.generate("Who?", params, **options)
 
     def test_objects_are_closed_unless_the_schema_says_otherwise(self) -> None:
         inner = {"properties": {"a": {}}}
@@ -116,29 +95,27 @@ class TestTools:
     def test_results_of_tools_are_reused(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks[:2])
         messages = [user("Where?"), calling(query="x"), result(f"1. {chunks[0]}\n2. {chunks[1]}")]
-        answer = engine.generate(messages, SamplingParams(max_tokens=3), tools=[SEARCH])
+        answer, plan = (
+            engine.generate(messages, SamplingParams(max_tokens=3), tools=[SEARCH]),
+            engine.plan(messages, tools=[SEARCH]),
+        )
         assert answer.stats.hits == 2 and answer.stats.reused_tokens > 0
-        assert engine.plan(messages, tools=[SEARCH]).question == "Where?", "nothing stands behind the results"
+        assert plan.question == "Where?", "nothing stands behind the results"
 
     def test_the_prompt_is_what_the_template_writes(self, engine: CacheClipEngine) -> None:
         messages = [user("Where?"), calling(query="x"), result("Here.")]
-        plan = engine.plan(messages, tools=[SEARCH])
-        runtime = engine.primary
-        rendered = runtime.render_chat(messages, tools=[SEARCH])
-        assert plan.layout.token_ids == runtime.tokenize(rendered, control=True).ids
+        ids, runtime = engine.plan(messages, tools=[SEARCH]).layout.token_ids, engine.primary
+        assert ids == runtime.tokenize(runtime.render_chat(messages, tools=[SEARCH]), control=True).ids
 
-    def test_a_model_without_tools_says_so(self, tiny_models: dict[str, str]) -> None:
-        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None)
-        with pytest.raises(ConfigurationError, match="chat template does not use tools"):
-            engine.generate("Where?", tools=[SEARCH])
-
-    def test_a_model_without_a_chat_template_says_so(self, tool_model: str, tmp_path: Path) -> None:
-        folder = tmp_path / "base"
-        shutil.copytree(tool_model, folder)
+    def test_a_model_without_tools_or_a_chat_template_says_so(
+        self, tiny_models: Models, tool_model: str, tmp_path: Path
+    ) -> None:
+        folder = shutil.copytree(tool_model, tmp_path / "base")
         (folder / "chat_template.jinja").unlink()
-        engine = CacheClipEngine(primary=str(folder), auxiliary=None)
-        with pytest.raises(ConfigurationError, match="no chat template"):
-            engine.generate("Where?", tools=[SEARCH])
+        for primary, message in ((tiny_models["llama"], "does not use tools"), (str(folder), "no chat template")):
+            engine = CacheClipEngine(primary=primary, auxiliary=None)
+            with pytest.raises(ConfigurationError, match=message):
+                engine.generate("Where?", tools=[SEARCH])
         written = "".join(segment.text for segment in engine.segment([user("Where?"), calling(query="x")]))
         assert '"arguments": {"query": "x"}' in written
 

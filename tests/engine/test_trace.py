@@ -1,7 +1,5 @@
 """An answer's trace, and the phases of its first token."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,5 @@
 """The time to the first token counts everything between the call and that token, and nothing after it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +9,15 @@ from fake_time import FakeTime
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering import verification
 from cacheclip_rag.base import clock
-from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.conftest import CHUNKS, QUESTION, Make, Patch, rag_prompt
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0)
 
 
 @pytest.fixture
-def stored(make: Callable[..., CacheClipEngine]) -> CacheClipEngine:
+def stored(make: Make) -> CacheClipEngine:
     """An engine that has answered before: nothing is left to load."""
-    engine = make(method="direct")
-    engine.precompute(CHUNKS)
+    engine = make(stored=CHUNKS, method="direct")
     engine.generate(rag_prompt(CHUNKS), PARAMS)
     return engine
 
@@ -29,7 +25,7 @@ def stored(make: Callable[..., CacheClipEngine]) -> CacheClipEngine:
 class Clock(FakeTime):
     """Stands still but for slow parts, whose calls take a second each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: Patch) -> None:
         super().__init__(monkeypatch, clock)
         self._patch = monkeypatch
 
@@ -55,7 +51,7 @@ class Clock(FakeTime):
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def time(monkeypatch: Patch) -> Clock:
     return Clock(monkeypatch)
 
 
@@ -74,13 +70,13 @@ class Slow:
         return getattr(self.tokenizer, name)
 
 
-def slow_tokenizers(runtime: Any, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_tokenizers(runtime: Any, time: Clock, monkeypatch: Patch) -> None:
     for name in ("tokenizer", "text_tokenizer"):
         monkeypatch.setattr(runtime, name, Slow(getattr(runtime, name), time))
 
 
 @pytest.mark.parametrize("method", ["full", "direct"])
-def test_tokenising_counts(stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_tokenising_counts(stored: CacheClipEngine, time: Clock, monkeypatch: Patch, method: str) -> None:
     slow_tokenizers(stored.primary, time, monkeypatch)
     assert time.times(stored, method) == (1.0, 0.0)
 
@@ -105,7 +101,7 @@ def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: 
 @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
 @pytest.mark.parametrize("rows", [8, 10_000], ids=["verified at the end", "verified at once"])
 def test_text_that_may_be_withdrawn_is_no_first_token(
-    stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch, rows: int, finish: str
+    stored: CacheClipEngine, time: Clock, monkeypatch: Patch, rows: int, finish: str
 ) -> None:
     monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
     for part in ("fuse", "extend"):

@@ -1,7 +1,5 @@
 """``unload`` frees the weights, whoever held them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path
@@ -9,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError
 from cacheclip_rag.models.load import _registry
 from tests.adapters.plain_model import PlainModel
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt

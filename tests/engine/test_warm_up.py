@@ -1,20 +1,17 @@
 """Warming up: what the first answer would wait for is done before it."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import UnknownModelError
+from cacheclip_rag import UnknownModelError
 from cacheclip_rag.runtime.base import Runtime
+from tests.conftest import Logs, Make, Models, Patch
 from tests.engine.asking import SHORT, rag
 
 
-def test_everything_is_loaded_and_nothing_is_counted(make: Callable[..., CacheClipEngine], tmp_path: Path) -> None:
+def test_everything_is_loaded_and_nothing_is_counted(make: Make, tmp_path: Path) -> None:
     engine = make(store=tmp_path / "store")
     done = engine.warm_up()
     assert engine.auxiliary is not None
@@ -25,7 +22,7 @@ def test_everything_is_loaded_and_nothing_is_counted(make: Callable[..., CacheCl
 
 
 def test_the_first_answer_loads_and_reads_nothing_more(
-    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
 ) -> None:
     make(store=tmp_path).precompute(chunks)
     engine = make(store=tmp_path, memory_bytes=1 << 26)
@@ -43,10 +40,9 @@ def test_the_first_answer_loads_and_reads_nothing_more(
 
 
 def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
-    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str]
+    make: Make, tmp_path: Path, chunks: list[str]
 ) -> None:
-    engine = make(store=tmp_path, auxiliary=None, method="anchored")
-    engine.precompute(chunks)
+    engine = make(stored=chunks, store=tmp_path, auxiliary=None, method="anchored")
     engine.chunk_caches()[0].read(chunks[0])  # used last
     engine.close()
     caches = engine.chunk_caches()[0]
@@ -61,7 +57,7 @@ def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
 
 
 def test_without_a_memory_tier_chunks_are_read_and_dropped(
-    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """So that the system's page cache has them. They are used in the same order as before."""
     make(store=tmp_path).precompute(chunks)
@@ -78,9 +74,7 @@ def test_without_a_memory_tier_chunks_are_read_and_dropped(
 
 
 @pytest.mark.parametrize("method", ["full", "direct", "query_attention"])
-def test_every_kind_of_method(
-    make: Callable[..., CacheClipEngine], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_method(make: Make, method: str, monkeypatch: Patch) -> None:
     engine, steps = make(method=method), []
     runtime: Runtime = engine.primary
     real = runtime.decode_step
@@ -89,7 +83,7 @@ def test_every_kind_of_method(
     assert engine.warm_up().seconds > 0, "again is allowed"
 
 
-def test_a_wrong_model_is_refused_when_the_server_starts(make: Callable[..., CacheClipEngine]) -> None:
+def test_a_wrong_model_is_refused_when_the_server_starts(make: Make) -> None:
     with pytest.raises(UnknownModelError):
         make(primary="no-such-model").warm_up()
     with pytest.raises(UnknownModelError):
@@ -97,7 +91,7 @@ def test_a_wrong_model_is_refused_when_the_server_starts(make: Callable[..., Cac
 
 
 def test_an_auxiliary_that_cannot_be_loaded_is_only_logged(
-    make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, tiny_models: Models, tmp_path: Path, caplog: Logs
 ) -> None:
     broken = shutil.copytree(tiny_models["auxiliary"], tmp_path / "auxiliary")
     (broken / "model.safetensors").unlink()

@@ -1,8 +1,6 @@
 """The confidence gate after the first token: the exact KV is completed before a token of which the model is unsure."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +9,18 @@ import torch
 from cacheclip_lab.evaluation.reference import Reference
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.prefill import confidence
+from cacheclip_rag.measuring import ModelRuntime, confidence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, Make, Models, Patch, rag_prompt, raising
 from tests.engine.asking import check_sums
 
 PROMPT = rag_prompt(CHUNKS)
 PARAMS = SamplingParams(max_tokens=12)
-Make = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture
-def make(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(tiny_models: Models, monkeypatch: Patch) -> Make:
     """Engines on a tiny model that never ends its turn, with the chunks stored."""
 
     def build(name: str = "llama", **options: Any) -> CacheClipEngine:
@@ -44,30 +40,21 @@ def ask(engine: CacheClipEngine, least: float, method: str = "direct", **options
     return engine.generate(PROMPT, options.pop("params", PARAMS), method=gated, **options)
 
 
-def along(engine: CacheClipEngine, method: str) -> tuple[list[int], list[float]]:
-    """The slow reference: greedy tokens one by one, and the confidence of each."""
+def along(engine: CacheClipEngine, method: str, start: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+    """The slow reference: tokens one by one, these first and then greedy ones, and the confidence of each."""
     engine.prefixes.clear()
-    found: Any = engine.prefill(PROMPT, method=preset(method))
-    ids, sure, logits = [], [], found.logits
-    for _ in range(12):
-        ids.append(int(logits.argmax()))
+    prefilled: Any = engine.prefill(PROMPT, method=preset(method))
+    ids, sure, logits = list[int](), [], prefilled.logits
+    for step in range(12):
+        ids.append(start[step] if step < len(start) else int(logits.argmax()))
         sure.append(confidence(logits))
-        logits = engine.primary.decode_step(found.cache, ids[-1])
+        logits = engine.primary.decode_step(prefilled.cache, ids[-1])
     return ids, sure
 
 
-def exact_after(engine: CacheClipEngine, given: list[int]) -> list[int]:
-    """The given tokens, and full prefill's greedy choices after them."""
-    engine.prefixes.clear()
-    full: Any = engine.prefill(PROMPT, method=preset("full"))
-    logits = full.logits
-    for token in given:
-        logits = engine.primary.decode_step(full.cache, token)
-    ids = list(given)
-    while len(ids) < 12:
-        ids.append(int(logits.argmax()))
-        logits = engine.primary.decode_step(full.cache, ids[-1])
-    return ids
+def exact_after(engine: CacheClipEngine, ids: list[int]) -> list[int]:
+    """These tokens, and full prefill's greedy choices after them."""
+    return along(engine, "full", ids)[0]
 
 
 def later_least(engine: CacheClipEngine, method: str) -> tuple[float, int, list[int]]:
@@ -101,28 +88,32 @@ class TestWatch:
         assert exact_after(engine, ids[:at]) != ids, "choose another prompt: this one shows nothing"
         assert list(ask(engine, least).token_ids) != ids
 
-    def test_a_sure_answer_computes_nothing_more(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("is_sure", [True, False])
+    def test_a_sure_answer_stays_as_it_is_and_so_does_one_without_room(
+        self, make: Make, monkeypatch: Patch, is_sure: bool
+    ) -> None:
         engine = make()
         ids, sure = along(engine, "direct")
-
-        def never(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("the exact KV was begun")
-
-        monkeypatch.setattr(ModelRuntime, "begin", never)
-        answer = ask(engine, min(sure))
-        assert list(answer.token_ids) == ids
-        assert answer.stats.completed_at is None and answer.stats.verify_s == 0.0
+        least = min(sure) if is_sure else later_least(engine, "direct")[0]
+        never = AssertionError("the exact KV was begun") if is_sure else torch.OutOfMemoryError("no room")
+        monkeypatch.setattr(ModelRuntime, "begin", raising(never))
+        answer = ask(engine, least)
+        assert list(answer.token_ids) == ids and answer.stats.completed_at is None
+        assert answer.stats.verify_s == 0.0 or not is_sure
 
     def test_a_stream_is_the_answer_and_withdraws_nothing(self, make: Make) -> None:
+        """A stop string and the limit hold, too."""
         engine = make()
         least, at, _ = later_least(engine, "direct")
-        answer = ask(engine, least)
+        whole = ask(engine, least).text
         engine.prefixes.clear()
-        gated = replace(preset("direct"), min_confidence=least)
-        events = list(engine.stream(PROMPT, PARAMS, method=gated))
-        assert "".join(event.text for event in events) == answer.text
+        events = list(engine.stream(PROMPT, PARAMS, method=replace(preset("direct"), min_confidence=least)))
+        assert "".join(event.text for event in events) == whole
         assert all(event.revised_from is None and event.is_final for event in events)
         assert events[-1].answer is not None and events[-1].answer.stats.completed_at == at
+        stop = whole[len(whole) // 2 :][:3]
+        assert ask(engine, least, params=SamplingParams(max_tokens=12, stop=(stop,))).text == whole.split(stop)[0]
+        assert len(ask(engine, least, params=SamplingParams(max_tokens=at + 2)).token_ids) == at + 2
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("finish", ["verify", "revise"])
@@ -139,39 +130,15 @@ class TestWatch:
         stats = ask(engine, later_least(engine, "direct")[0], params=params).stats
         assert stats.completed_at is not None and stats.completed_at > 0
 
-    def test_the_exact_kv_enters_the_prefix_cache(self, make: Make) -> None:
+    def test_the_exact_kv_enters_the_prefix_cache_and_metrics_count(self, make: Make) -> None:
+        """The shadow check costs nothing."""
         engine = make()
-        least, _, _ = later_least(engine, "direct")
-        stats = ask(engine, least).stats
+        least, before = later_least(engine, "direct")[0], engine.metrics.snapshot()
+        stats, after = ask(engine, least).stats, engine.metrics.snapshot()
+        for name in ("completed_total", "shadow_checks_total"):
+            assert after[name] - before.get(name, 0) == 1, name
         again = engine.generate(PROMPT, PARAMS, method="prefix").stats
         assert again.cached_prefix_tokens >= stats.prompt_tokens // 16 * 16, "whole blocks are kept"
-
-    def test_the_shadow_check_costs_nothing_and_metrics_count(self, make: Make) -> None:
-        engine = make()
-        before = engine.metrics.snapshot()
-        ask(engine, later_least(engine, "direct")[0])
-        found = engine.metrics.snapshot()
-        for name in ("completed_total", "shadow_checks_total"):
-            assert found[name] - before.get(name, 0) == 1, name
-
-    def test_without_room_the_answer_stays_as_it_is(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = make()
-        least, _, ids = later_least(engine, "direct")
-
-        def full(*args: Any, **kwargs: Any) -> Any:
-            raise torch.OutOfMemoryError("no room")
-
-        monkeypatch.setattr(ModelRuntime, "begin", full)
-        answer = ask(engine, least)
-        assert list(answer.token_ids) == ids and answer.stats.completed_at is None
-
-    def test_a_stop_string_and_the_limit_hold(self, make: Make) -> None:
-        engine = make()
-        least, at, _ = later_least(engine, "direct")
-        whole = ask(engine, least).text
-        stop = whole[len(whole) // 2 :][:3]
-        assert ask(engine, least, params=SamplingParams(max_tokens=12, stop=(stop,))).text == whole.split(stop)[0]
-        assert len(ask(engine, least, params=SamplingParams(max_tokens=at + 2)).token_ids) == at + 2
 
     @pytest.mark.long
     @pytest.mark.parametrize("method", ["direct", "cacheclip"])

@@ -1,7 +1,5 @@
 """Engines with stored chunks, laid open, and references from a transformers model that this library never touched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,12 +10,10 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
-from cacheclip_rag.prompt.layout import Layout, lay_out
+from cacheclip_rag.measuring import FusedCache, cache_argument, choose_rows, known_kv, lay_out
+from cacheclip_rag.methods import Method, preset
+from cacheclip_rag.prompt.layout import Layout
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
-from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument
 from tests.conftest import CACHECLIP
 
 KINDS = ("llama", "qwen2-sliding", "gemma3", "gpt-oss", "mixtral")

@@ -1,7 +1,5 @@
 """Prompts that are gathered from chunk caches in the memory of a GPU, which is pretended, are those of the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,7 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import cache as caches
 from cacheclip_rag.store import Arena, ReadAhead, StoredKV, decode_frame, encode_frame, join, part_of
 from cacheclip_rag.store.arena import Resident
-from tests.conftest import SENTENCES, rag_prompt
+from tests.conftest import SENTENCES, Models, Patch, rag_prompt
 from tests.models.pretend import CUDA, Pretended, move, pretended
 
 CPU = torch.device("cpu")
@@ -55,9 +53,7 @@ def answers(models: dict[str, str], count: int, there: bool, **options: Any) -> 
 
 
 class TestPrompts:
-    def test_equal_the_cpu_s_in_an_arena_of_any_size(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_equal_the_cpu_s_in_an_arena_of_any_size(self, tiny_models: Models, monkeypatch: Patch) -> None:
         """Some are evicted, and some have no room beside those that the prompt holds."""
         monkeypatch.setattr(caches, "_TOGETHER", 40_000)  # fewer layers together than there are
         expected, _ = answers(tiny_models, 5, False, dtype="bfloat16")
@@ -78,7 +74,7 @@ class TestPrompts:
                 assert sum(each.users > 1 for each in held if each) <= 2, "shared prefixes alone stay for good"
         assert min(evictions) > 0
 
-    def test_what_is_released_leaves(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_released_leaves(self, tiny_models: Models, monkeypatch: Patch) -> None:
         with pretended(monkeypatch) as queue:
             _, engine = answers(tiny_models, 3, True)
             arena = engine.store.chunk_store.tiers.arena(CUDA)
@@ -88,7 +84,7 @@ class TestPrompts:
             assert before_release > 2 >= len([*arena.list()]) and queue.copies.total() == before
 
     def test_damage_is_seen_before_a_layer_is_copied(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+        self, tiny_models: Models, monkeypatch: Patch, tmp_path: Any
     ) -> None:
         with pretended(monkeypatch):
             _, engine = answers(tiny_models, 0, True, store=tmp_path)
@@ -101,9 +97,7 @@ class TestPrompts:
             )
             assert result.stats.hits == 1 and tiers.arena(CUDA).take(key, 1) is None
 
-    def test_layers_are_waited_for_before_they_are_gathered(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_layers_are_waited_for_before_they_are_gathered(self, tiny_models: Models, monkeypatch: Patch) -> None:
         kv, waited = payload("a", 20), list[int]()
         monkeypatch.setattr(caches, "_TOGETHER", 2 * kv.frame.layer_size)
         expected = load_model(tiny_models["llama"]).new_cache(40)
@@ -126,9 +120,7 @@ class TestPrompts:
                 assert torch.equal(ours.inner[:, :, 4:], theirs[:, :, 4:])
 
     @pytest.mark.parametrize("codec", ["float32", "int8"])
-    def test_the_auxiliary_s_chunks_are_one_group(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, codec: str
-    ) -> None:
+    def test_the_auxiliary_s_chunks_are_one_group(self, tiny_models: Models, monkeypatch: Patch, codec: str) -> None:
         """Also where the shared prefix alone is in the arena."""
         groups: list[list[int]] = []
 
@@ -144,9 +136,7 @@ class TestPrompts:
             engine.prefill(rag_prompt(TEXTS[:6]), question, method=engine.make_method("cacheclip"))
         assert [max(each) >= 5 for each in groups] == [True, True] and max(map(len, groups)) <= 2, groups
 
-    def test_what_is_read_again_is_copied_again(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_read_again_is_copied_again(self, tiny_models: Models, monkeypatch: Patch) -> None:
         waits = list[Any]()
         with pretended(monkeypatch):
             _, engine = answers(tiny_models, 0, True)

@@ -3,8 +3,6 @@
 KV in the bookkeeping tests is a function of all tokens up to its slot, so that any wrong block shows in its numbers.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

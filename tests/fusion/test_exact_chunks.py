@@ -1,7 +1,5 @@
 """Which reused chunks count as exact, compared with the KV that an unmodified transformers model computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The reference is a plain transformers model that this library never touched, run on the same token ids.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.runtime.transformers import attention, attention_pattern
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import (

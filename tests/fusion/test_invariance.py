@@ -1,7 +1,5 @@
 """What a fused result may not depend on, mistakes that only some architectures can show, and random prompts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
-from tests.conftest import CHUNKS, examples, rag_prompt
+from tests.conftest import CHUNKS, Models, Patch, examples, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
@@ -48,7 +46,7 @@ class TestTwins:
         assert gap(case.run(wrong, rows, causal_pattern(rows)), expected) > BROKEN
 
     @pytest.mark.parametrize("primary", SLIDING, indirect=True)
-    def test_sliding_cache_cut_to_its_window(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sliding_cache_cut_to_its_window(self, case: Case, monkeypatch: Patch) -> None:
         """What stock caches do: sliding layers keep the last ``window - 1`` tokens. Earlier rows then miss theirs."""
         expected = reference_logits(case.folder, case.layout.ids)
         config = case.runtime.model.config
@@ -98,7 +96,7 @@ class TestIndependence:
     """The same bits, whatever happened around them."""
 
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
-    def test_of_being_precomputed_together(self, primary: str, tiny_models: dict[str, str]) -> None:
+    def test_of_being_precomputed_together(self, primary: str, tiny_models: Models) -> None:
         together, apart = (make_engine(primary, tiny_models["auxiliary"]) for _ in range(2))
         together.precompute(CHUNKS)
         for text in CHUNKS:
@@ -109,7 +107,7 @@ class TestIndependence:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
-    def test_of_the_tier_that_served(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_of_the_tier_that_served(self, primary: str, tiny_models: Models, tmp_path: Path) -> None:
         memory = make_engine(primary, tiny_models["auxiliary"])
         disk = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "disk"))
         tiered = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "tiered"), memory_bytes=10**8)
@@ -138,9 +136,7 @@ class TestRandomPrompts:
 
     @examples(60)
     @given(prompt=prompts(), name=st.sampled_from(DENSE), data=st.data())
-    def test_equals_the_reference(
-        self, tiny_models: dict[str, str], prompt: Any, name: str, data: st.DataObject
-    ) -> None:
+    def test_equals_the_reference(self, tiny_models: Models, prompt: Any, name: str, data: st.DataObject) -> None:
         folder = tiny_models[name]
         runtime = load_model(folder)
         chunks, question, chosen = prompt
@@ -182,7 +178,7 @@ def gap_or_0(left: torch.Tensor, right: torch.Tensor) -> float:
 
 class TestManyChunks:
     @pytest.mark.long
-    def test_eighty(self, tiny_models: dict[str, str]) -> None:
+    def test_eighty(self, tiny_models: Models) -> None:
         texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(80)]
         from tests.conftest import LLAMA, build_model
 

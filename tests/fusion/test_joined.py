@@ -1,7 +1,5 @@
 """Chunks are written, corrected and scored together: the same as one by one, and no more operations for more chunks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, Chunk, SamplingParams
 from cacheclip_rag.methods.recompute import install_correction
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.layout import Span
-from cacheclip_rag.prompt.segments import Chunk
+from cacheclip_rag.plugins import Span
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.runtime.transformers import attention_pattern
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate

@@ -1,7 +1,5 @@
 """Reading while computing changes no bit of an answer: however slow the store is, and whatever fails in it."""
 
-from __future__ import annotations
-
 import mmap
 import random
 import threading
@@ -30,7 +28,7 @@ from cacheclip_rag.store import (
     ahead as module,
 )
 from cacheclip_rag.store.codecs import Frame
-from tests.conftest import CHUNKS, SENTENCES, rag_prompt, some_of
+from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, rag_prompt, some_of
 from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "anchored", "epic", "direct", "query_attention", "block")
@@ -96,7 +94,7 @@ class RealThread(threading.Thread):
     begin = threading.Thread.start
 
 
-def no_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Callable[[], int]:
+def no_threads(monkeypatch: Patch, after: int = 0) -> Callable[[], int]:
     """Let only ``after`` more threads start, as at the system's limit. Returns a function that says how many are left:
     negative once one more was asked for."""
     start, left = threading.Thread.start, after
@@ -119,13 +117,13 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_layer_at_a_time(monkeypatch: Patch) -> None:
     """Tiny models' layers would be read together."""
     monkeypatch.setattr(Backend, "least_read", 1)
 
 
 @pytest.fixture
-def models(tiny_models: dict[str, str]) -> tuple[str, str]:
+def models(tiny_models: Models) -> tuple[str, str]:
     return tiny_models["llama"], tiny_models["auxiliary"]
 
 
@@ -188,7 +186,7 @@ class TestDelays:
             assert_same(slow.ask(method, prompt), in_memory(models)(method, prompt))
 
     @pytest.mark.parametrize("primary", ["gemma3", "qwen2-sliding", "gpt-oss", "llama-rope-dynamic"], indirect=True)
-    def test_any_kind_of_model(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_any_kind_of_model(self, primary: str, tiny_models: Models, tmp_path: Path) -> None:
         models = primary, tiny_models["auxiliary"]
         slow = Slow(tmp_path / "store", models)
         slow.hook = lambda *_: time.sleep(0.001)
@@ -256,7 +254,7 @@ class TestDelays:
         assert sum(stats.phases_s.values()) <= stats.ttft_s + 1e-3
 
     def test_what_is_in_memory_needs_no_thread(
-        self, models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, models: tuple[str, str], tmp_path: Path, monkeypatch: Patch
     ) -> None:
         slow = Slow(tmp_path / "store", models, memory=1 << 26)
         expected = slow.ask()
@@ -285,7 +283,7 @@ class TestFailures:
     @pytest.mark.some(3)
     @some_of(2, method=("cacheclip", "epic", "query_attention"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
     def test_a_damaged_chunk_becomes_text(
-        self, slow: Slow, caplog: pytest.LogCaptureFixture, method: str,
+        self, slow: Slow, caplog: Logs, method: str,
         number: int, layer: int,
     ) -> None:  # fmt: skip
         """As if it had been known before anything was computed; a damage of the last layer is found late."""
@@ -319,7 +317,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
     def test_a_damaged_chunk_of_the_auxiliary_is_computed(
-        self, models: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+        self, models: tuple[str, str], tmp_path: Path, caplog: Logs, number: int
     ) -> None:
         slow = Slow(tmp_path / "store", models, codec="float32")
         expected = slow.ask()
@@ -331,9 +329,7 @@ class TestFailures:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
     @pytest.mark.parametrize("is_lasting", [True, False])
-    def test_a_read_that_fails(
-        self, slow: Slow, caplog: pytest.LogCaptureFixture, number: int, is_lasting: bool
-    ) -> None:
+    def test_a_read_that_fails(self, slow: Slow, caplog: Logs, number: int, is_lasting: bool) -> None:
         """Once: the payload is read again. Always: a miss that stays stored."""
         expected = slow.ask()
         key = slow.keys("primary")[number]
@@ -388,9 +384,7 @@ class TestFailures:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
     @pytest.mark.parametrize("allowed", [0, 1])
-    def test_threads_that_cannot_start(
-        self, slow: Slow, monkeypatch: pytest.MonkeyPatch, method: str, allowed: int
-    ) -> None:
+    def test_threads_that_cannot_start(self, slow: Slow, monkeypatch: Patch, method: str, allowed: int) -> None:
         """With ``cacheclip``, the auxiliary's thread starts the primary's, after the last layer was waited for."""
         slow.ask(method)
         left = no_threads(monkeypatch, after=allowed)
@@ -413,7 +407,7 @@ class TestFailures:
             assert "can't start new thread" in str(found[0])
 
     @pytest.mark.parametrize("where", ["select", "recompute"])
-    def test_a_request_that_ends_early(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def test_a_request_that_ends_early(self, slow: Slow, monkeypatch: Patch, where: str) -> None:
         """Interrupted while the store is read: the thread has ended, and no file stays open."""
         slow.ask()
         slow.hook = lambda *_: time.sleep(0.01)
@@ -474,7 +468,7 @@ class TestReadAhead:
             reading.wait(0)
 
     @pytest.mark.parametrize("at_once", [1, 4])
-    def test_a_damaged_layer_is_seen_at_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    def test_a_damaged_layer_is_seen_at_once(self, slow: Slow, monkeypatch: Patch, at_once: int) -> None:
         """Though the reading goes on only when this layer is used."""
         slow.ask()
         for owner, name, value in (
@@ -499,7 +493,7 @@ class TestReadAhead:
             threading.Thread(target=wait, daemon=True).start()
             assert seen.wait(10)
 
-    def test_layers_that_are_used_once_take_memory_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layers_that_are_used_once_take_memory_once(self, slow: Slow, monkeypatch: Patch) -> None:
         """Reading stays a few layers ahead, and what is done with is given back."""
         slow.ask()
         monkeypatch.setattr(module, "_AHEAD_BYTES", 0)

@@ -1,7 +1,5 @@
 """Parts of stored chunks in a prompt: the right tokens, the right KV, and the same answers as full prefill."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random
@@ -19,7 +17,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
-from tests.conftest import QUESTION, SENTENCES, rag_prompt
+from tests.conftest import QUESTION, SENTENCES, Models, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
 from tests.store.test_folding import FORMS as FORMS_OF_TEXTS, LANGUAGES
 
@@ -62,7 +60,7 @@ def check_spans(layout: Layout, engine: CacheClipEngine) -> None:
 
 
 @pytest.fixture
-def engine(tiny_models: dict[str, str]) -> CacheClipEngine:
+def engine(tiny_models: Models) -> CacheClipEngine:
     engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
     engine.precompute([HEADER + text for text in TEXTS[:2]])
     engine.precompute(TEXTS[2:])
@@ -70,7 +68,7 @@ def engine(tiny_models: dict[str, str]) -> CacheClipEngine:
 
 
 @pytest.fixture(scope="module")
-def polyglot(tiny_models: dict[str, str]) -> CacheClipEngine:
+def polyglot(tiny_models: Models) -> CacheClipEngine:
     """An engine that has every language's text, to be asked only."""
     engine = make_engine(tiny_models["llama"], None, method="direct", prefix_cache_bytes=0)
     engine.precompute([text * 2 for text in LANGUAGES.values()])
@@ -81,7 +79,7 @@ class TestReuse:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("name", FORMATS)
     @pytest.mark.parametrize("texts", [TEXTS, LINES], ids=["prose", "lines"])
-    def test_nine_tenths_of_the_tokens(self, tiny_models: dict[str, str], texts: list[str], name: str) -> None:
+    def test_nine_tenths_of_the_tokens(self, tiny_models: Models, texts: list[str], name: str) -> None:
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         engine.precompute([*(HEADER + text for text in texts[:2]), *texts[2:]])
         plan = engine.plan(f"Use these.\n\n{FORMATS[name](texts)}\n\nQuestion: {QUESTION}")
@@ -150,9 +148,7 @@ class TestReuse:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("mark", ["> A: ", "{n}: ", "Ada Oduya> ", "** "])
     @pytest.mark.parametrize("others", [0, 2])
-    def test_a_text_with_a_mark_in_each_line_is_a_miss(
-        self, tiny_models: dict[str, str], mark: str, others: int
-    ) -> None:
+    def test_a_text_with_a_mark_in_each_line_is_a_miss(self, tiny_models: Models, mark: str, others: int) -> None:
         """Once, with all of its tokens, whatever else is stored and stands around it."""
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         text = " ".join(SENTENCES[:8])
@@ -167,7 +163,7 @@ class TestReuse:
         assert answer.missed_tokens == len(engine.primary.tokenize(text))
 
     @pytest.mark.parametrize("between", ["", " Boats of unlike build sailed by on that foggy morning in March."])
-    def test_phrases_of_a_text_are_no_miss(self, tiny_models: dict[str, str], between: str) -> None:
+    def test_phrases_of_a_text_are_no_miss(self, tiny_models: Models, between: str) -> None:
         """However much of the prompt they span."""
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         text = " ".join(TEXTS[0].split() + [f"{place} miles" for place in range(400, 500)])
@@ -184,7 +180,7 @@ class TestReuse:
             asked = json.dumps(text[: int(share * len(text))])
             assert engine.generate(f"Read {asked}. Who?", SamplingParams(max_tokens=1)).stats.misses == misses
 
-    def test_what_is_missing_is_stored_whole(self, tiny_models: dict[str, str]) -> None:
+    def test_what_is_missing_is_stored_whole(self, tiny_models: Models) -> None:
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         answer = engine.generate(f"See {TEXTS[0][60:]}\n\n{QUESTION}", documents=TEXTS[:1])
         assert (answer.stats.hits, answer.stats.misses) == (0, 1)
@@ -207,7 +203,7 @@ class TestGivenTexts:
     OTHERS = " ".join(SENTENCES[5:])
 
     @pytest.fixture
-    def engine(self, tiny_models: dict[str, str]) -> CacheClipEngine:
+    def engine(self, tiny_models: Models) -> CacheClipEngine:
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         engine.precompute([self.LONG])
         return engine
@@ -261,12 +257,12 @@ class TestKV:
     PROMPT = f"Read.\n\n{TEXTS[2][90:-60]}\n\n> {TEXTS[3][:-200]}\n{TEXTS[0]}\n\nQuestion: {QUESTION}"
 
     @pytest.fixture
-    def engine(self, kind: str, tiny_models: dict[str, str]) -> CacheClipEngine:
+    def engine(self, kind: str, tiny_models: Models) -> CacheClipEngine:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"])
         engine.precompute([HEADER + TEXTS[0], *TEXTS[2:]])
         return engine
 
-    def test_ratio_one_is_full_prefill(self, engine: CacheClipEngine, kind: str, tiny_models: dict[str, str]) -> None:
+    def test_ratio_one_is_full_prefill(self, engine: CacheClipEngine, kind: str, tiny_models: Models) -> None:
         found = prefilled(engine, self.PROMPT, "cacheclip", 1.0)
         assert found.stats.hits == 3 and all(span.first for span in found.layout.chunks[::2])
         expected = reference_logits(tiny_models[kind], found.layout.ids)
@@ -294,7 +290,7 @@ class TestKV:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("codec", ["int8", "float32"])
-    def test_every_codec_gives_parts(self, kind: str, codec: str, tiny_models: dict[str, str]) -> None:
+    def test_every_codec_gives_parts(self, kind: str, codec: str, tiny_models: Models) -> None:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], codec=codec)
         engine.precompute(TEXTS)
         layout = engine.plan(self.PROMPT).layout
@@ -324,7 +320,7 @@ class TestTokenIds:
 
     @pytest.mark.parametrize("messages", MESSAGES)
     def test_they_are_those_of_transformers(
-        self, engine: CacheClipEngine, tiny_models: dict[str, str], messages: list[dict[str, str]]
+        self, engine: CacheClipEngine, tiny_models: Models, messages: list[dict[str, str]]
     ) -> None:
         engine.precompute(TEXTS)
         tokenizer = AutoTokenizer.from_pretrained(tiny_models["llama"])

@@ -1,18 +1,15 @@
 """A fused prefill makes the primary's rotary tables once: stored keys, the correction and the model's layers take
 their rows from them, and no bit of an answer changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.runtime.transformers.cache import FusedCache
+from cacheclip_rag.measuring import FusedCache, Prefilled
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Tables, changed
-from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
+from tests.conftest import CHUNKS, TINY_MODELS, Models, Patch, rag_prompt
 from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "direct", "query_attention")
@@ -41,7 +38,7 @@ def stored(primary: str, auxiliary: str, method: str, dtype: str = "float32") ->
     [(name, METHODS[(n + more) % len(METHODS)]) for n, name in enumerate(MODELS) for more in (0, 2)],
     indirect=["primary"],
 )
-def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: str) -> None:
+def test_they_are_made_once(primary: str, tiny_models: Models, method: str) -> None:
     engine = stored(primary, tiny_models["auxiliary"], method)
     runtime = engine.primary
     made: list[int] = []
@@ -64,9 +61,7 @@ def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: s
     [(name, METHODS[n % len(METHODS)], ("float32", "bfloat16")[n % 2]) for n, name in enumerate(TINY_MODELS)],
     indirect=["primary"],
 )
-def test_they_change_no_bit(
-    primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
-) -> None:
+def test_they_change_no_bit(primary: str, tiny_models: Models, monkeypatch: Patch, method: str, dtype: str) -> None:
     engine = stored(primary, tiny_models["auxiliary"], method, dtype)
     ours = prefilled(engine, method)
     assert isinstance(ours.cache, FusedCache) and not ours.cache.tables
@@ -77,7 +72,7 @@ def test_they_change_no_bit(
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
 
 
-def test_twin_wrong_tables_show(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twin_wrong_tables_show(tiny_models: Models, monkeypatch: Patch) -> None:
     """The layers rotate by what is handed to them."""
     engine = stored(tiny_models["llama"], tiny_models["auxiliary"], "cacheclip")
     right = prefilled(engine, "cacheclip").logits

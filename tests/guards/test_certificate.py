@@ -1,7 +1,5 @@
 """Certificates: what they cover, what engines do without, and what damage does."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.selection.budget import Budget
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
 PROMISE = Guarantee(
@@ -38,14 +36,14 @@ PROMISE = Guarantee(
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(certificates, "_warned", set())
     return tmp_path / "home"
 
 
 @pytest.fixture
-def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
+def make(tiny_models: Models) -> Make:
     def build(**options: Any) -> CacheClipEngine:
         return CacheClipEngine(
             **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
@@ -59,7 +57,7 @@ def certificate_for(engine: CacheClipEngine, **changes: Any) -> Verdicts:
 
 
 class TestFile:
-    def test_round_trip(self, make: Callable[..., CacheClipEngine], home: Path) -> None:
+    def test_round_trip(self, make: Make, home: Path) -> None:
         made = certificate_for(make())
         path = save(made)
         assert path.parent == home / "certificates"
@@ -76,7 +74,7 @@ class TestFile:
             lambda text: text.replace('"format": 5', '"format": 4'),
         ],
     )
-    def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
+    def test_damaged_is_none(self, make: Make, damage: Callable[[str], str]) -> None:
         made = certificate_for(make())
         path = save(made)
         path.write_text(damage(path.read_text()))
@@ -85,7 +83,7 @@ class TestFile:
 
     @pytest.mark.some(4)
     @pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
-    def test_covers_nothing_else(self, make: Callable[..., CacheClipEngine], name: str) -> None:
+    def test_covers_nothing_else(self, make: Make, name: str) -> None:
         made = certificate_for(make())
         save(made)
         other = {**made.identity.settings, "system_prompt": "Else."} if name == "settings" else "other"
@@ -98,7 +96,7 @@ class TestFile:
             assert why == f"its certificate is for other {name.replace('_sha256', '').replace('_', ' ')}"
 
     @pytest.mark.parametrize("field", ["settings", "auxiliary_heads_sha256", "auxiliary_codec", "transformers"])
-    def test_one_of_an_older_version_covers_nothing(self, make: Callable[..., CacheClipEngine], field: str) -> None:
+    def test_one_of_an_older_version_covers_nothing(self, make: Make, field: str) -> None:
         """It does not say all that an identity says now. The warning says what it lacks."""
         made = certificate_for(make())
         path = save(made)
@@ -110,9 +108,7 @@ class TestFile:
         lacking = "prefix cache bytes, system prompt" if field == "settings" else field.replace("_", " ")
         assert found is None and why == f"its certificate is for other {lacking.replace(' sha256', '')}"
 
-    def test_covers_what_chunks_are_computed_behind(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_covers_what_chunks_are_computed_behind(self, make: Make, monkeypatch: Patch) -> None:
         engine, direct = make(chunk_context="passages"), preset("direct")
         before = engine.parts.certificates.identity(direct)
         same = replace(direct, chunk_context="passages")
@@ -121,7 +117,7 @@ class TestFile:
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
         assert engine.parts.certificates.identity(direct) != before
 
-    def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_verdict_at_a_ratio(self, make: Make) -> None:
         made = certificate_for(make())
         verdicts = [made.at(ratio) for ratio in (0.0, 0.15, 0.2, 0.3, 0.5, 0.9, 1.0)]
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact", "exact", "exact"]
@@ -132,9 +128,7 @@ class TestFile:
         failed = replace(made, exactness={"passed": False})
         assert {failed.at(ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
 
-    def test_other_thresholds_are_no_certificate(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_thresholds_are_no_certificate(self, make: Make, monkeypatch: Patch) -> None:
         made = certificate_for(make())
         save(made)
         monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
@@ -143,7 +137,7 @@ class TestFile:
 
 
 class TestGate:
-    def test_auto_is_what_the_certificate_promises(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_auto_is_what_the_certificate_promises(self, make: Make) -> None:
         """The cheapest ratio and gate; at a ratio that is given, its own; if one is chosen later, the strictest."""
         save(certificate_for(make(), guarantee=PROMISE))
         engine = make(min_confidence="auto")
@@ -157,7 +151,7 @@ class TestGate:
         assert engine.make_method("full").min_confidence == 0.0
         assert engine.make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
 
-    def test_a_promise_is_a_verdict_of_its_own(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_a_promise_is_a_verdict_of_its_own(self, make: Make) -> None:
         """Engines that require a certificate take it, whatever the verdict is; a stricter gate keeps it, too."""
         engine = make(require_certificate=True)
         made = certificate_for(engine, guarantee=PROMISE)
@@ -172,7 +166,7 @@ class TestGate:
         with pytest.raises(CertificateError, match="'not faithful' at recompute ratio 0.1 with min_confidence 0.35"):
             engine.generate(rag_prompt(CHUNKS), ONE, method=method)
 
-    def test_the_verdict_is_that_of_the_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_the_verdict_is_that_of_the_gate(self, make: Make) -> None:
         """A ratio that is not faithful by itself may be with a gate, and engines that require a certificate take it."""
         engine = make(require_certificate=True)
         made = certificate_for(engine)
@@ -197,9 +191,7 @@ class TestGate:
             (PROMISE, "promises nothing at recompute ratio 0.25, only at 0.1, 0.3"),
         ],
     )
-    def test_auto_needs_a_promise(
-        self, make: Callable[..., CacheClipEngine], guarantee: Guarantee | None, why: str
-    ) -> None:
+    def test_auto_needs_a_promise(self, make: Make, guarantee: Guarantee | None, why: str) -> None:
         engine = make(min_confidence="auto")
         with pytest.raises(
             CertificateError, match=r"and it has not been certified. Measure it: cacheclip certify .*or"
@@ -212,9 +204,7 @@ class TestGate:
         assert engine.make_method("cacheclip").min_confidence == 0.4, "a later certificate is found"
 
     @pytest.mark.parametrize("guarantee", [PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
-    def test_a_promise_is_read_as_it_was_written(
-        self, make: Callable[..., CacheClipEngine], guarantee: Guarantee
-    ) -> None:
+    def test_a_promise_is_read_as_it_was_written(self, make: Make, guarantee: Guarantee) -> None:
         made = certificate_for(make(), guarantee=guarantee)
         save(made)
         assert find_certificate(made.identity)[0] == made
@@ -235,10 +225,10 @@ class Mine(Recompute):
 class TestEngine:
     def test_without_it_warns_once_in_one_line_and_tells_the_command(
         self,
-        make: Callable[..., CacheClipEngine],
+        make: Make,
         chunks: list[str],
-        caplog: pytest.LogCaptureFixture,
-        tiny_models: dict[str, str],
+        caplog: Logs,
+        tiny_models: Models,
     ) -> None:
         """A line for whoever runs a demo; the whole command is in the log, one level below."""
         caplog.set_level(logging.INFO, "cacheclip_rag.guards.certificate")
@@ -255,9 +245,7 @@ class TestEngine:
         options = "--method cacheclip --ratio 0.2 --dtype float32 --device cpu"
         assert f"{command} {options} (and --settings FILE" in information[0]
 
-    def test_with_it_is_silent(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_with_it_is_silent(self, make: Make, chunks: list[str], caplog: Logs) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
         save(certificate_for(engine))
@@ -265,7 +253,7 @@ class TestEngine:
         engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
         assert "certificate" not in caplog.text
 
-    def test_required(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+    def test_required(self, make: Make, chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
         with pytest.raises(CertificateError, match="cacheclip certify") as error:
@@ -287,25 +275,21 @@ class TestEngine:
         ],
         ids=["ratio", "method", "class"],
     )
-    def test_of_something_else(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], options: dict[str, Any], match: str
-    ) -> None:
+    def test_of_something_else(self, make: Make, chunks: list[str], options: dict[str, Any], match: str) -> None:
         engine = make(require_certificate=True)
         engine.precompute(chunks)
         save(certificate_for(engine))
         with pytest.raises(CertificateError, match=match):
             engine.generate(rag_prompt(chunks), ONE, **options)
 
-    def test_what_reuses_nothing_needs_none(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+    def test_what_reuses_nothing_needs_none(self, make: Make, chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         assert engine.generate("Hello there.", ONE).stats.method == "full"
         assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
         with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
 
-    def test_quick_is_not_enough_where_one_is_required(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_quick_is_not_enough_where_one_is_required(self, make: Make, chunks: list[str], caplog: Logs) -> None:
         engine, strict = make(), make(require_certificate=True)
         for each in (engine, strict):
             each.precompute(chunks)

@@ -1,12 +1,10 @@
 """What a certificate is about: whatever could change an answer changes the digest, and the ratio alone does not."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,16 @@ import torch
 import transformers
 
 import cacheclip_rag.guards.identity as identities
-from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag import CacheClipEngine, CallOptions, EngineConfig
 from cacheclip_rag.guards.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, identity_of
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods import Method
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection.heads import HeadSet
-from tests.conftest import TINY_MODELS, build_model
-
-Make = Callable[..., CacheClipEngine]
+from tests.conftest import TINY_MODELS, Make, Models, Patch, build_model
 
 
 @pytest.fixture
-def make(tiny_models: dict[str, str]) -> Make:
+def make(tiny_models: Models) -> Make:
     def build(**options: Any) -> CacheClipEngine:
         models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
         return CacheClipEngine(**{**models, "method": "cacheclip", **options})
@@ -111,7 +106,7 @@ class TestSettings:
         assert options - settings == of_the_prompt | only_record, "is it a setting, or said to change no answer?"
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
-    def test_kind_of_device(self, make: Make, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    def test_kind_of_device(self, make: Make, monkeypatch: Patch, role: str) -> None:
         """Told by where the models are, not by what the settings say: ``auto`` may mean any."""
         engine = make()
         before = identity(engine)
@@ -128,9 +123,7 @@ class TestSettings:
             (identities, "__version__", "cacheclip_rag"),
         ],
     )
-    def test_versions(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, field: str
-    ) -> None:
+    def test_versions(self, make: Make, monkeypatch: Patch, owner: Any, attribute: str, field: str) -> None:
         before = identity(make())
         monkeypatch.setattr(owner, attribute, "99.0")
         assert changed(before, identity(make())) == {field}
@@ -145,9 +138,7 @@ class TestModels:
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     @pytest.mark.parametrize("part", ["chat template", "merges"])
-    def test_other_tokenizers(
-        self, make: Make, tiny_models: dict[str, str], tmp_path: Path, role: str, part: str
-    ) -> None:
+    def test_other_tokenizers(self, make: Make, tiny_models: Models, tmp_path: Path, role: str, part: str) -> None:
         """Of the very same weights: what is read differs, and so do the answers."""
         folder = tmp_path / "other"
         shutil.copytree(tiny_models["llama" if role == "primary" else "auxiliary"], folder)
@@ -161,7 +152,7 @@ class TestModels:
             path.write_text(json.dumps(tokenizer))
         assert changed(identity(make()), identity(make(**{role: str(folder)}))) == {f"{role}_tokenizer_sha256"}
 
-    def test_of_a_method_without_an_auxiliary(self, make: Make, tiny_models: dict[str, str]) -> None:
+    def test_of_a_method_without_an_auxiliary(self, make: Make, tiny_models: Models) -> None:
         """Its models do not count there."""
         one = identity(make(method="epic"))
         other = identity(make(method="epic", auxiliary=tiny_models["qwen2"]))

@@ -1,7 +1,5 @@
 """What statistics and warnings say of texts that were not reused."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import replace
 from pathlib import Path

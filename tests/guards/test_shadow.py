@@ -1,11 +1,9 @@
 """Comparing answers with full prefill in production, and the metrics that come of it."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,15 @@ import pytest
 from certificate_files import save
 from fake_stats import stats
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.guards import promise
-from cacheclip_rag.guards.fidelity import greedy, read_along
-from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate, PromiseWatch
+from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
+from cacheclip_rag.guards import Guarantee, Metrics, PromisedGate, promise
+from cacheclip_rag.guards.promise import PromiseWatch
 from cacheclip_rag.guards.shadow import ShadowChecker
+from cacheclip_rag.measuring import greedy, read_along
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.store.tiers import TierStats
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from cacheclip_rag.store import TierStats
+from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
 from tests.guards.test_certificate import certificate_for
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -37,12 +33,12 @@ NOT_GREEDY: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def endless(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def endless(tiny_models: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
 
 
 @pytest.fixture
-def make(tiny_models: dict[str, str]) -> Iterator[Callable[..., CacheClipEngine]]:
+def make(tiny_models: Models) -> Iterator[Make]:
     engines = []
 
     def build(**options: Any) -> CacheClipEngine:
@@ -74,9 +70,7 @@ def by_hand(engine: CacheClipEngine, answer_ids: tuple[int, ...], method: str, r
 
 class TestShadow:
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 1.0)])
-    def test_records_what_a_slow_comparison_finds(
-        self, make: Callable[..., CacheClipEngine], method: str, ratio: float
-    ) -> None:
+    def test_records_what_a_slow_comparison_finds(self, make: Make, method: str, ratio: float) -> None:
         engine = make(shadow_rate=1.0)
         ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
         answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
@@ -92,13 +86,11 @@ class TestShadow:
         else:
             assert kl > 1e-3
 
-    def test_never_changes_the_answer(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_never_changes_the_answer(self, make: Make) -> None:
         texts = {make(shadow_rate=rate).generate(rag_prompt(CHUNKS), PARAMS).token_ids for rate in (0.0, 1.0)}
         assert len(texts) == 1
 
-    def test_is_in_the_log(
-        self, make: Callable[..., CacheClipEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_is_in_the_log(self, make: Make, caplog: Logs, monkeypatch: Patch) -> None:
         caplog.set_level(logging.INFO)
         engine = make(shadow_rate=1.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS)
@@ -110,7 +102,7 @@ class TestShadow:
         assert engine.wait_for_observers(30)
         assert caplog.records[-1].levelno == logging.WARNING
 
-    def test_share(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_share(self, make: Make) -> None:
         """About a third of the answers, and none at rate 0."""
         engine = make(shadow_rate=0.3, method="direct")
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
@@ -122,7 +114,7 @@ class TestShadow:
         never.generate(rag_prompt(CHUNKS), PARAMS)
         assert "shadow_checks_total" not in never.metrics.snapshot()
 
-    def test_plain_answers_are_not_compared(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_plain_answers_are_not_compared(self, make: Make) -> None:
         engine = make(shadow_rate=1.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS, method="full")
         engine.generate("No chunk here at all.", PARAMS)
@@ -131,9 +123,9 @@ class TestShadow:
 
     def test_a_failing_comparison_leaves_the_answer(
         self,
-        make: Callable[..., CacheClipEngine],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        make: Make,
+        monkeypatch: Patch,
+        caplog: Logs,
     ) -> None:
         engine = make(shadow_rate=1.0)
 
@@ -146,9 +138,7 @@ class TestShadow:
         assert engine.metrics.snapshot()["shadow_skipped_total"] == 1
         assert "out of memory" in caplog.text
 
-    def test_a_full_queue_skips_and_close_ends_the_thread(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_queue_skips_and_close_ends_the_thread(self, make: Make, monkeypatch: Patch) -> None:
         engine = make(shadow_rate=1.0, method="direct")
         gate = threading.Event()
 
@@ -172,9 +162,7 @@ class TestShadow:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("options", NOT_GREEDY)
-    def test_sampled_answers_have_no_agreement(
-        self, make: Callable[..., CacheClipEngine], options: dict[str, Any]
-    ) -> None:
+    def test_sampled_answers_have_no_agreement(self, make: Make, options: dict[str, Any]) -> None:
         """Even an exact answer's tokens are often not the likeliest: that says nothing."""
         engine = make(shadow_rate=1.0, recompute_ratio=1.0)
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
@@ -192,8 +180,8 @@ class TestShadow:
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 0.72)])
     def test_verified_answers_are_compared_without_a_prefill(
         self,
-        make: Callable[..., CacheClipEngine],
-        monkeypatch: pytest.MonkeyPatch,
+        make: Make,
+        monkeypatch: Patch,
         method: str,
         ratio: float,
         rate: float,
@@ -222,7 +210,7 @@ class TestShadow:
         assert values["shadow_agreement_sum"] == pytest.approx(agreement)
         assert agreement < 1.0 or ratio == 1.0
 
-    def test_a_revised_answer_counts_as_it_was_given(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_a_revised_answer_counts_as_it_was_given(self, make: Make) -> None:
         """Its exact tokens say nothing about the method."""
         verified, revised = (make(finish=finish, method="direct") for finish in ("verify", "revise"))
         for engine in (verified, revised):
@@ -231,9 +219,7 @@ class TestShadow:
         assert found == expected < 1.0
 
     @pytest.mark.parametrize("options", NOT_GREEDY)
-    def test_a_sampled_answer_that_was_completed_has_no_agreement(
-        self, make: Callable[..., CacheClipEngine], options: dict[str, Any]
-    ) -> None:
+    def test_a_sampled_answer_that_was_completed_has_no_agreement(self, make: Make, options: dict[str, Any]) -> None:
         engine = make(finish="verify", recompute_ratio=0.72)
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
         values = engine.metrics.snapshot()
@@ -257,10 +243,10 @@ class TestPromise:
     @pytest.mark.parametrize("requires", [False, True])
     def test_a_broken_one_is_told_and_if_required_ends_reuse(
         self,
-        make: Callable[..., CacheClipEngine],
-        monkeypatch: pytest.MonkeyPatch,
+        make: Make,
+        monkeypatch: Patch,
         tmp_path: Path,
-        caplog: pytest.LogCaptureFixture,
+        caplog: Logs,
         requires: bool,
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
@@ -288,7 +274,7 @@ class TestPromise:
 
     @pytest.mark.parametrize("least", [0.0, 1.0])
     def test_answers_below_the_gate_count_as_equal(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: float
+        self, make: Make, monkeypatch: Patch, tmp_path: Path, least: float
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         engine = make(shadow_rate=1.0)
@@ -306,8 +292,8 @@ class TestPromise:
     @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
     def test_one_token_makes_an_answer_differ(
         self,
-        make: Callable[..., CacheClipEngine],
-        monkeypatch: pytest.MonkeyPatch,
+        make: Make,
+        monkeypatch: Patch,
         tmp_path: Path,
         agreement: float | None,
     ) -> None:
@@ -324,7 +310,7 @@ class TestPromise:
 
     @pytest.mark.long
     @pytest.mark.parametrize("most", [0.02, 0.3])
-    def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: Patch) -> None:
         """However long one looks; and a wrong limit is seen."""
         draw, gates = random.Random(5), (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
         guarantee, method = Guarantee(most, 0.95, 100, gates, None, None, None), preset("cacheclip")
@@ -398,7 +384,7 @@ class TestMetrics:
         }
         assert told == expected, "with all digits"
 
-    def test_counts_add_up(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_counts_add_up(self, make: Make) -> None:
         engine = make()
         first = engine.generate(rag_prompt(CHUNKS), PARAMS).stats
         second = engine.generate("Nothing stored in here.", PARAMS).stats
@@ -411,7 +397,7 @@ class TestMetrics:
         assert total == first.prompt_tokens + second.prompt_tokens
         assert values["ttft_seconds_sum"] == pytest.approx(first.ttft_s + second.ttft_s)
 
-    def test_prometheus_text(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_prometheus_text(self, make: Make) -> None:
         metrics = Metrics()
         assert metrics.to_prometheus() == ""
         engine = make(shadow_rate=1.0)
@@ -439,7 +425,7 @@ class TestMetrics:
 
 class TestFidelity:
     @pytest.mark.parametrize("count", [1, 2, 9])
-    def test_reading_along_equals_decoding(self, make: Callable[..., CacheClipEngine], count: int) -> None:
+    def test_reading_along_equals_decoding(self, make: Make, count: int) -> None:
         engine = make()
         runtime: Any = engine.primary
         one: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))

@@ -1,7 +1,5 @@
 """Spans of OpenTelemetry: an answer's attributes by value, its phases within it, and nothing where nobody traces."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods as tests make and observe them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,7 @@ from cacheclip_lab.variants import read_variants
 from cacheclip_testing.methods import Observed
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.methods import PRESET_NAMES, preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.methods import PRESET_NAMES, Method, preset, vary
 from tests.fusion.cases import Case
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)

@@ -1,7 +1,5 @@
 """Block-Attention, for checkpoints that read chunks apart, from chunk caches of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

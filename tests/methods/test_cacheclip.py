@@ -1,7 +1,5 @@
 """CacheClip: the auxiliary model's scores, as the method uses them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +7,7 @@ import pytest
 import torch
 from cacheclip_testing.methods import Observed
 
-from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import Chunk, ConfigurationError, Fresh
 from cacheclip_rag.selection.auxiliary_pass import map_scores, score_chunks
 from cacheclip_rag.selection.budget import Windows
 from cacheclip_rag.selection.scorers import QueryAttention

@@ -1,15 +1,12 @@
 """EPIC: first tokens, whatever is asked; and the other baselines that know nothing of the question."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from cacheclip_testing.methods import Observed
 
-from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import Chunk, ConfigurationError, Fresh
 from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import few, made, plain, same, spied
 

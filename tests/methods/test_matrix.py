@@ -1,7 +1,5 @@
 """Every preset on one architecture, one method on every architecture, against masks and logits by brute force."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,10 +7,8 @@ import torch
 from cacheclip_testing.methods import MethodConformance
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.guards.fidelity import greedy, read_along
-from cacheclip_rag.methods import PRESET_NAMES, preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.measuring import greedy, read_along
+from cacheclip_rag.methods import PRESET_NAMES, Method, Recompute, preset
 from tests.fusion.cases import BROKEN, EXACT, Case, bottom_right_plan, gap, reference_logits, scatter
 from tests.methods.spying import REUSING, made, run, same, spied
 

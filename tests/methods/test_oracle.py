@@ -1,7 +1,5 @@
 """The oracle: what is attended to and stale."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,14 +1,11 @@
 """What methods of a scorer, a budget and a correction share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS
 from cacheclip_rag.selection.budget import Budget
 from tests.conftest import CHUNKS

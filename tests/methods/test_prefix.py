@@ -1,7 +1,5 @@
 """Exact prefix caching: the answer of full prefill, whatever the cache held, and nothing computed twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,13 +7,11 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
-from cacheclip_rag.guards.fidelity import greedy
+from cacheclip_rag.measuring import FusedCache, greedy, known_kv
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.kv_blocks import KVBlock
-from cacheclip_rag.runtime.transformers.cache import FusedCache
-from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt, some_of
+from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, lose, rag_prompt, some_of
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run
 
@@ -46,7 +42,7 @@ def warm(case: Case) -> Iterator[Case]:
 
 
 @pytest.fixture
-def engine(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(tiny_models: Models, monkeypatch: Patch) -> Any:
     """In memory, on the tiny llama, which never ends its turn here."""
     monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
     return make_engine(tiny_models["llama"], tiny_models["auxiliary"])
@@ -88,7 +84,7 @@ class TestEqualsFullPrefill:
         assert ids == reference_greedy(warm.folder, warm.layout.ids, 6)
 
     @few
-    def test_a_wrongly_keyed_block_shows(self, warm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrongly_keyed_block_shows(self, warm: Case, monkeypatch: Patch) -> None:
         """The twin: were a block's tokens not part of its key, another prompt's KV would be taken, and be seen."""
         monkeypatch.setattr(KVBlock, "key_of", staticmethod(lambda method, ids: (method, b"alike")))
         warm.engine.prefixes.clear()
@@ -149,7 +145,7 @@ class TestOtherMethodsBehindIt:
         assert gap(mixed.logits, reference_logits(warm.folder, mixed.layout.ids)) < EXACT
 
     @few
-    def test_nothing_is_read_from_the_store_for_it(self, warm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_read_from_the_store_for_it(self, warm: Case, monkeypatch: Patch) -> None:
         caches = warm.engine.parts.models.caches_after_prefix
         lose(monkeypatch, caches, *(span.whole for span in warm.layout.chunks))
         assert run(warm, "direct").stats.hits == 3
@@ -202,7 +198,7 @@ class TestOtherMethodsBehindIt:
         assert stats.fresh_tokens < start
         case.engine.prefixes.clear()
 
-    def test_a_missing_chunk_within_the_hit_is_stored_all_the_same(self, tiny_models: dict[str, str]) -> None:
+    def test_a_missing_chunk_within_the_hit_is_stored_all_the_same(self, tiny_models: Models) -> None:
         case = make_case(tiny_models["llama"], tiny_models["auxiliary"], CHUNKS[:3])
         case.engine.release([CHUNKS[1]])
         case.engine.generate(segments_of(case), ONE, method="prefix")
@@ -213,7 +209,7 @@ class TestOtherMethodsBehindIt:
 
 
 class TestConversation:
-    def test_three_turns(self, engine: Any, tiny_models: dict[str, str]) -> None:
+    def test_three_turns(self, engine: Any, tiny_models: Models) -> None:
         """Each turn begins with all earlier ones, answers included, and computes none of their whole blocks again."""
         segments: list[Any] = [Fresh("<|im_start|>user\n", control=True), Fresh(" ".join(SENTENCES[:3]))]
         known: list[int] = []
@@ -244,7 +240,7 @@ class TestConversation:
 
     @pytest.mark.parametrize("name", ["phi3-longrope", "llama-rope-dynamic"])
     def test_nothing_is_kept_of_what_crosses_a_rope_limit(
-        self, tiny_models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+        self, tiny_models: Models, name: str, monkeypatch: Patch
     ) -> None:
         runtime = load_model(tiny_models[name])
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
@@ -271,7 +267,7 @@ class TestConversation:
 
 
 class TestLimits:
-    def test_eviction_never_changes_an_answer(self, tiny_models: dict[str, str]) -> None:
+    def test_eviction_never_changes_an_answer(self, tiny_models: Models) -> None:
         small = make_engine(tiny_models["llama"], tiny_models["auxiliary"], prefix_cache_bytes=2**18)
         small.precompute(CHUNKS)
         prompts = [rag_prompt([CHUNKS[n] for n in order]) for order in ((0, 1, 2), (2, 1, 0), (0, 1, 3), (1, 0))]
@@ -296,9 +292,7 @@ class TestLimits:
         engine.prefill(rag_prompt(CHUNKS), method=preset("prefix"))
         assert engine.prefixes.stats.blocks == 0
 
-    def test_no_room_for_it_costs_no_answer(
-        self, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_no_room_for_it_costs_no_answer(self, engine: Any, monkeypatch: Patch, caplog: Logs) -> None:
         def full(*_: Any) -> Any:
             raise RuntimeError("out of memory")
 

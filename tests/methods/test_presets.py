@@ -1,7 +1,5 @@
 """Names, presets, methods as mappings, and a suite that finds broken methods."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import Any

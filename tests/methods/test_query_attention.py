@@ -1,18 +1,15 @@
 """Query attention, against weights of an eager model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import Chunk, ConfigurationError, Fresh
+from cacheclip_rag.measuring import cache_argument
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
-from cacheclip_rag.runtime.transformers.cache import cache_argument
 from cacheclip_rag.selection.scorers.base import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, reference_model, scatter_cache

@@ -1,16 +1,13 @@
 """Two scorers mixed by rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
+from cacheclip_rag.methods import Recompute
 from cacheclip_rag.selection.budget import Budget, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix, Scorer
 from tests.conftest import CHUNKS, rag_prompt

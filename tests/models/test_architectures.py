@@ -1,7 +1,5 @@
 """Models that cannot be reused exactly: one error with the reason and what works."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError, UnsupportedModelError
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh, MissingExtraError, SamplingParams, UnsupportedModelError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
-from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
+from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, Models, Patch, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
 SMALL = {
@@ -121,7 +118,7 @@ class TestRefusal:
         ],
     )
     def test_names_of_distributions_that_are_not_installed(
-        self, name: str, what: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, name: str, what: str, folder: str, tmp_path: Path, monkeypatch: Patch
     ) -> None:
         """What to install is said, whether the file is there or not."""
         for module in ("checkpoints", "loaders"):
@@ -159,7 +156,7 @@ def without_offsets(folder: Path) -> str:
     return str(folder)
 
 
-def test_an_auxiliary_model_is_refused_too(tiny_models: dict[str, str], tmp_path: Path, chunks: list[str]) -> None:
+def test_an_auxiliary_model_is_refused_too(tiny_models: Models, tmp_path: Path, chunks: list[str]) -> None:
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=build(tmp_path, "gpt2"), method="direct")
     with pytest.raises(UnsupportedModelError, match="gpt2"):
         engine.precompute(chunks)
@@ -187,7 +184,7 @@ class TestRopesThatDependOnLength:
         assert "up to" not in rope_pin(LlamaConfig())
 
     def test_the_last_token_that_is_reused_and_the_first_that_is_not(
-        self, tiny_models: dict[str, str], chunks: list[str]
+        self, tiny_models: Models, chunks: list[str]
     ) -> None:
         """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
         folder = tiny_models["phi3-longrope"]
@@ -211,7 +208,7 @@ class TestRopesThatDependOnLength:
         for found in (last, first):
             assert gap(found.logits, reference_logits(folder, found.layout.ids)) < 10 * EXACT
 
-    def test_short_prompts_are_exact_after_a_long_one(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+    def test_short_prompts_are_exact_after_a_long_one(self, tiny_models: Models, chunks: list[str]) -> None:
         """The model's rotary module remembers the last length; an answer must not."""
         engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=tiny_models["auxiliary"])
         engine.precompute(chunks)
@@ -222,9 +219,7 @@ class TestRopesThatDependOnLength:
 
     @pytest.mark.long
     @pytest.mark.parametrize("method", ["full", "cacheclip"])
-    def test_an_answer_that_crosses_the_limit(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str
-    ) -> None:
+    def test_an_answer_that_crosses_the_limit(self, tiny_models: Models, monkeypatch: Patch, method: str) -> None:
         """Read anew there, since the KV below is of other frequencies: the tokens of plain decoding without a cache."""
         from transformers import AutoModelForCausalLM
 
@@ -256,7 +251,7 @@ class TestRopesThatDependOnLength:
         )
         assert list(answer.token_ids) == expected[0, len(ids) :].tolist()
 
-    def test_chunk_beyond_the_limit(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+    def test_chunk_beyond_the_limit(self, tiny_models: Models, chunks: list[str]) -> None:
         from cacheclip_rag.base.errors import PromptTooLongError
 
         engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=None, method="direct")
@@ -269,7 +264,7 @@ def test_every_architecture_that_is_planned_without_weights_has_a_row_in_the_mat
     assert rows == set(SUPPORTED)
 
 
-def test_every_row_is_what_it_says(tiny_models: dict[str, str]) -> None:
+def test_every_row_is_what_it_says(tiny_models: Models) -> None:
     """The saved configs keep what the rows are there for: windows, soft caps, layers without positions."""
     configs: dict[str, PreTrainedConfig] = {n: AutoConfig.from_pretrained(tiny_models[n]) for n in TINY_MODELS}
     for name in ("gemma2", "gemma3", "gpt-oss", "qwen2-sliding"):

@@ -1,7 +1,5 @@
 """What a model passes to its attention: an input whose meaning is not known refuses the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``auto``: which device and dtype a machine and a checkpoint give."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from cacheclip_rag.models import devices
 from cacheclip_rag.models.devices import choose_device
 from cacheclip_rag.models.load import concrete, load_model
 from cacheclip_rag.models.memory import weights_dtype
+from tests.conftest import Logs, Patch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def on(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = False, mps: bool = False, bfloat16: bool = True) -> None:
+def on(monkeypatch: Patch, *, cuda: bool = False, mps: bool = False, bfloat16: bool = True) -> None:
     """A machine with these parts."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
@@ -49,11 +48,11 @@ class TestDevice:
         ("machine", "expected"),
         [({}, "cpu"), ({"mps": True}, "mps"), ({"cuda": True}, "cuda"), ({"cuda": True, "mps": True}, "cuda")],
     )
-    def test_the_best_there_is(self, monkeypatch: pytest.MonkeyPatch, machine: dict[str, bool], expected: str) -> None:
+    def test_the_best_there_is(self, monkeypatch: Patch, machine: dict[str, bool], expected: str) -> None:
         on(monkeypatch, **machine)
         assert choose_device("auto") == expected and choose_device("cpu") == "cpu" and choose_device("meta") == "meta"
 
-    def test_one_that_fails_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_fails_is_not_taken(self, monkeypatch: Patch) -> None:
         on(monkeypatch, mps=True)
         monkeypatch.undo()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -74,7 +73,7 @@ class TestDtype:
     )
     def test_of_every_checkpoint(
         self,
-        monkeypatch: pytest.MonkeyPatch,
+        monkeypatch: Patch,
         checkpoints: dict[str, Path],
         device: str,
         bfloat16: bool,
@@ -85,17 +84,17 @@ class TestDtype:
         assert found == expected
         assert {name: weights_dtype(each) for name, each in checkpoints.items()} == {name: name for name in DTYPES}
 
-    def test_what_is_named_holds(self, monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]) -> None:
+    def test_what_is_named_holds(self, monkeypatch: Patch, checkpoints: dict[str, Path]) -> None:
         on(monkeypatch, cuda=True)
         config = EngineConfig(primary=str(checkpoints["bfloat16"]), device="cpu", dtype="float16")
         assert concrete(config) is config
 
-    def test_a_runtime_of_another_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_runtime_of_another_package(self, monkeypatch: Patch) -> None:
         load.register_runtime("fake", FakeRuntime)
         on(monkeypatch)
         assert concrete(EngineConfig(primary="fake:model", device="cpu")).dtype == "float32"
 
-    def test_of_the_processor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_the_processor(self, monkeypatch: Patch) -> None:
         for line, expected in {
             "flags\t\t: fpu avx512f avx512_bf16 fma": True,
             "flags\t\t: fpu amx_bf16 amx_tile": True,
@@ -109,9 +108,7 @@ class TestDtype:
         machine.computes_bfloat16.cache_clear()
 
 
-def test_an_engine_says_once_what_it_chose(
-    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_says_once_what_it_chose(monkeypatch: Patch, checkpoints: dict[str, Path], caplog: Logs) -> None:
     on(monkeypatch, bfloat16=True)
     load._say_once.cache_clear()
     options: dict[str, Any] = {"auxiliary": None, "method": "direct"}
@@ -125,7 +122,7 @@ def test_an_engine_says_once_what_it_chose(
 
 
 def test_one_store_serves_what_is_chosen_and_what_is_named(
-    monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path], tmp_path: Path
+    monkeypatch: Patch, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     on(monkeypatch, bfloat16=True)
     options = {"primary": str(checkpoints["bfloat16"]), "auxiliary": None, "method": "direct", "store": str(tmp_path)}

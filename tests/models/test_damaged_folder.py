@@ -1,7 +1,5 @@
 """Model folders that are damaged, or made to harm: one of our errors says so, whatever the libraries raise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -13,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag import CacheClipEngine, CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.models.load import load_any, load_planning
-from cacheclip_rag.store.codecs import CODECS
+from cacheclip_rag.store import CODECS
+from tests.conftest import Models
 
 
 def in_json(name: str, *path: str | int, value: Any) -> Callable[[Path], None]:
@@ -129,7 +127,7 @@ HARMLESS = {
 @pytest.mark.some(15)
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.filterwarnings("ignore")
-def test_one_of_our_errors(tiny_models: dict[str, str], tmp_path: Path, name: str) -> None:
+def test_one_of_our_errors(tiny_models: Models, tmp_path: Path, name: str) -> None:
     """Loading it, planning with it, and asking it."""
     folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
     DAMAGES[name](folder)
@@ -149,9 +147,7 @@ def ask(folder: str) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_weights_that_are_no_numbers(
-    tiny_models: dict[str, str], tmp_path: Path, number: float, temperature: float
-) -> None:
+def test_weights_that_are_no_numbers(tiny_models: Models, tmp_path: Path, number: float, temperature: float) -> None:
     folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3] = number

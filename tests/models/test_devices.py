@@ -1,9 +1,7 @@
 """Where models compute: one device, several, or offloaded weights. What a CPU can show is shown on a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
 import cacheclip_rag.runtime.transformers.text as text
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
+from cacheclip_rag.measuring import ModelRuntime, Prefilled
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS, Make, Models, Patch, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
 from tests.models.pretend import Pretended, Queue, move, pretended
 
@@ -33,7 +29,7 @@ OF_TRANSFORMERS = (20, 2, 2, 0) if transformers.__version__.startswith("5.0.") e
 
 
 @pytest.fixture(autouse=True)
-def endless(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def endless(tiny_models: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr(text, "eos_ids_of", lambda model, tokenizer: frozenset())
     unload_models()
 
@@ -47,7 +43,7 @@ def forget() -> Iterator[None]:
 class TestDeviceMap:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("device", ["balanced", "sequential"])
-    def test_gives_the_same_answer(self, tiny_models: dict[str, str], device: str) -> None:
+    def test_gives_the_same_answer(self, tiny_models: Models, device: str) -> None:
         answers = []
         for name in ("cpu", device):
             engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device=name)
@@ -55,12 +51,12 @@ class TestDeviceMap:
             answers.append(engine.generate(rag_prompt(CHUNKS), PARAMS).token_ids)
         assert answers[0] == answers[1]
 
-    def test_unknown_name_lists_them(self, tiny_models: dict[str, str]) -> None:
+    def test_unknown_name_lists_them(self, tiny_models: Models) -> None:
         with pytest.raises(ConfigurationError, match=r"'automatic'.*auto.*cpu.*cuda.*balanced"):
             load_model(tiny_models["llama"], device="automatic")
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "smollm3"])
-    def test_weights_on_disk(self, tiny_models: dict[str, str], tmp_path: Path, name: str) -> None:
+    def test_weights_on_disk(self, tiny_models: Models, tmp_path: Path, name: str) -> None:
         """Offloaded weights have no device of their own (meta): their hooks say where they compute."""
         from accelerate import disk_offload
 
@@ -80,7 +76,7 @@ class TestDeviceMap:
         logits = [r.extend(c, ids[90:], 90) for r, c in zip((plain, runtime), caches, strict=True)]
         assert logits[0] is not None and logits[1] is not None and gap(logits[0], logits[1]) < 1e-5
 
-    def test_each_layer_keeps_its_kv_where_it_computes(self, tiny_models: dict[str, str]) -> None:
+    def test_each_layer_keeps_its_kv_where_it_computes(self, tiny_models: Models) -> None:
         runtime = load_model(tiny_models["llama"])
         runtime.layer_devices[:] = [torch.device("cpu"), torch.device("meta"), torch.device("cpu")]
         cache = runtime.new_cache(8)
@@ -93,7 +89,7 @@ class TestDeviceMap:
         cache.fill(torch.zeros(3, 2, 2, 4, 16), slot=0, position=0)
         assert [layer.length for layer in cache.layers] == [4, 4, 4]
 
-    def test_offloaded_weights_in_many_threads(self, tiny_models: dict[str, str]) -> None:
+    def test_offloaded_weights_in_many_threads(self, tiny_models: Models) -> None:
         """Such weights come and go with each pass: two at once would take them from each other."""
         from accelerate import cpu_offload
 
@@ -110,7 +106,7 @@ class TestDeviceMap:
 
 
 class TestAuxiliaryDevice:
-    def test_is_loaded_there(self, tiny_models: dict[str, str]) -> None:
+    def test_is_loaded_there(self, tiny_models: Models) -> None:
         """A primary spread by accelerate beside an auxiliary on the CPU."""
         engine = CacheClipEngine(
             primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device="balanced", auxiliary_device="cpu"
@@ -175,7 +171,7 @@ class TestAccelerator:
         return name
 
     @pytest.fixture
-    def make(self, tiny_models: dict[str, str], device: str) -> Callable[..., CacheClipEngine]:
+    def make(self, tiny_models: Models, device: str) -> Make:
         def build(**options: Any) -> CacheClipEngine:
             models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "device": device}
             engine = CacheClipEngine(**{**models, **options})
@@ -193,20 +189,20 @@ class TestAccelerator:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("primary", TINY_MODELS if HAS_CUDA else KINDS, indirect=True)
-    def test_exact(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
+    def test_exact(self, primary: str, make: Make) -> None:
         engine = make(primary=primary)
         fused = self.prefilled(engine, "cacheclip", 1.0)
         assert fused.stats.hits == len(CHUNKS) and fused.stats.fallback is None
         assert gap(fused.logits.cpu(), reference_logits(primary, fused.layout.ids)) < 10 * EXACT
 
-    def test_plain_prefill(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_plain_prefill(self, make: Make) -> None:
         engine = make()
         found = self.prefilled(engine, "full")
         assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("places", ["auto and cpu", "device and cpu", "cpu and device"])
-    def test_models_on_two_devices(self, make: Callable[..., CacheClipEngine], device: str, places: str) -> None:
+    def test_models_on_two_devices(self, make: Make, device: str, places: str) -> None:
         """The auxiliary's scores choose tokens of a primary that is elsewhere."""
         first, second = places.replace("device", device).split(" and ")
         found = self.prefilled(make(device=first, auxiliary_device=second), "cacheclip")
@@ -216,16 +212,14 @@ class TestAccelerator:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention", "direct"])
-    def test_methods_choose_and_compute_what_they_do_on_the_cpu(
-        self, make: Callable[..., CacheClipEngine], method: str
-    ) -> None:
+    def test_methods_choose_and_compute_what_they_do_on_the_cpu(self, make: Make, method: str) -> None:
         """Selection, and correction (``cacheclip``)."""
         found, expected = (self.prefilled(engine, method) for engine in (make(), make(device="cpu")))
         assert found.stats.hits == len(CHUNKS) and found.stats.fallback is None
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens
         assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
 
-    def test_correction_changes_something(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_correction_changes_something(self, make: Make) -> None:
         """The twin of the test before: there is a correction in it."""
         engine = make()
         method = engine.make_method("cacheclip")
@@ -235,7 +229,7 @@ class TestAccelerator:
         assert gap(*logits) > 1e-3
 
     @pytest.mark.parametrize("method", ["prefix", "cacheclip"])
-    def test_prefix_cache(self, make: Callable[..., CacheClipEngine], method: str) -> None:
+    def test_prefix_cache(self, make: Make, method: str) -> None:
         """The second prompt that begins alike takes its start from the cache, and is as exact."""
         engine = make(recompute_ratio=1.0)
         engine.generate(OPENING + "Something else?", PARAMS, method="prefix")
@@ -246,7 +240,7 @@ class TestAccelerator:
     @pytest.mark.long
     @pytest.mark.parametrize("codec", ["float32", "int8"])
     @pytest.mark.parametrize("method", ["cacheclip", "direct"])
-    def test_long_prompts(self, make: Callable[..., CacheClipEngine], method: str, codec: str) -> None:
+    def test_long_prompts(self, make: Make, method: str, codec: str) -> None:
         """Most keys are multiplied apart, without a mask; payloads of many chunks are put side by side there."""
         texts = [" ".join(SENTENCES[(start + step) % 8] for step in range(6)) for start in range(8)]
         found = []
@@ -262,14 +256,14 @@ class TestAccelerator:
     def test_parts_merge(self, device: str, dtype: torch.dtype, head_dim: int) -> None:
         assert attention.parts_merge(torch.device(device), dtype, head_dim)
 
-    def test_answers(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_answers(self, make: Make) -> None:
         """Decoding goes on from the fused cache, token by token as on the CPU."""
         answers = [each.generate(rag_prompt(CHUNKS), PARAMS).token_ids for each in (make(), make(device="cpu"))]
         assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half_precision(self, make: Callable[..., CacheClipEngine], dtype: str) -> None:
+    def test_half_precision(self, make: Make, dtype: str) -> None:
         from cacheclip_lab.evaluation.exactness import check_exactness
         from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 
@@ -279,9 +273,7 @@ class TestAccelerator:
 
     @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @pytest.mark.parametrize("window", [None, 7])
-    def test_kernels(
-        self, device: str, backend: SDPBackend, window: int | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kernels(self, device: str, backend: SDPBackend, window: int | None, monkeypatch: Patch) -> None:
         """With a mask flash attention is not available, and the next in line is taken; none gives another result."""
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 6, 40, 64, generator=generator)
@@ -302,7 +294,7 @@ class TestPretendedAccelerator:
     Of a chunk nothing but its KV is copied to it."""
 
     def prefilled(
-        self, tiny_models: dict[str, str], method: str, there: str = "", chunks: int = 2, primary: str = "llama"
+        self, tiny_models: Models, method: str, there: str = "", chunks: int = 2, primary: str = "llama"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the first token and of the one after. ``there``: models that are moved."""
         unload_models()
@@ -337,9 +329,7 @@ class TestPretendedAccelerator:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("there", ["primary", "auxiliary"])
-    def test_is_the_cpu_s_answer(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, there: str
-    ) -> None:
+    def test_is_the_cpu_s_answer(self, tiny_models: Models, monkeypatch: Patch, there: str) -> None:
         expected = self.prefilled(tiny_models, "cacheclip")
         with pretended(monkeypatch) as self.queue:
             found = self.prefilled(tiny_models, "cacheclip", there)
@@ -357,8 +347,8 @@ class TestPretendedAccelerator:
     )
     def test_work_of_a_question(
         self,
-        tiny_models: dict[str, str],
-        monkeypatch: pytest.MonkeyPatch,
+        tiny_models: Models,
+        monkeypatch: Patch,
         method: str,
         two: tuple[int, ...],
         four: tuple[int, ...],
@@ -377,16 +367,14 @@ class TestPretendedAccelerator:
 
     @pytest.mark.long
     @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "direct"), ("gemma3", "query_attention")])
-    def test_windows_and_caps(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str
-    ) -> None:
+    def test_windows_and_caps(self, tiny_models: Models, monkeypatch: Patch, primary: str, method: str) -> None:
         expected = self.prefilled(tiny_models, method, primary=primary)
         with pretended(monkeypatch) as self.queue:
             found = self.prefilled(tiny_models, method, "primary auxiliary", primary=primary)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert self.of_request["stops"].total() <= 2 and not self.of_token["stops"]
 
-    def test_prefix_cache(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_prefix_cache(self, tiny_models: Models, monkeypatch: Patch) -> None:
         """Blocks are inserted from a cache on the device, and matched into another one."""
 
         def answered(there: str = "") -> torch.Tensor:
@@ -406,7 +394,7 @@ class TestPretendedAccelerator:
             found = answered("primary auxiliary")
         assert isinstance(found, Pretended) and torch.equal(found.inner, expected)
 
-    def test_finds_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finds_what_is_wrong(self, monkeypatch: Patch) -> None:
         """The twin of the tests before: two devices are refused, and what waits or is copied is counted."""
         with pretended(monkeypatch) as queue:
             stops, copies = queue.stops, queue.copies

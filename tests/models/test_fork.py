@@ -1,7 +1,5 @@
 """A loaded model in a forked process: torch's threads are not there, and a pass would wait for them forever."""
 
-from __future__ import annotations
-
 import os
 import signal
 

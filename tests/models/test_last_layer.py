@@ -1,7 +1,5 @@
 """The last layer computes KV of all rows, and its output of those that need it only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

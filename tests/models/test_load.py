@@ -1,7 +1,5 @@
 """From a name to a model: what is found, what is refused, and how a model is identified."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -32,16 +30,17 @@ from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.loaders import offered_names
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
+from tests.conftest import Models, Patch
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.fixture
-def folder(tiny_models: dict[str, str], tmp_path: Path) -> Path:
+def folder(tiny_models: Models, tmp_path: Path) -> Path:
     """A copy of a tiny model that a test may spoil."""
     return Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
 
@@ -71,7 +70,7 @@ class TestNames:
         if "holds no config.json" not in str(caught.value):
             assert all(known in str(caught.value) for known in offered_names())
 
-    def test_relative_folder_and_home(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_relative_folder_and_home(self, folder: Path, monkeypatch: Patch) -> None:
         monkeypatch.chdir(folder.parent)
         assert resolve("model") == folder.resolve()
         monkeypatch.setenv("HOME", str(folder.parent))
@@ -82,7 +81,7 @@ class TestNames:
         with pytest.raises(UnknownModelError, match=r"holds no config\.json.*GGUF"):
             resolve(str(tmp_path))
 
-    def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hub_without_network(self, monkeypatch: Patch) -> None:
         """What the hub's own client says is quoted in whole sentences."""
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(
@@ -92,7 +91,7 @@ class TestNames:
         quoted, then, _ = str(refused.value).partition(". Check the name and the network, or give a local folder.")
         assert then and quoted.count("'") % 2 == 0 and not quoted.endswith("."), "with one full stop"
 
-    def test_an_auxiliary_that_cannot_be_fetched(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def test_an_auxiliary_that_cannot_be_fetched(self, monkeypatch: Patch, folder: Path) -> None:
         """Not all methods need one."""
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         for primary, auxiliary, is_told in ((str(folder), "owner/model", True), ("owner/model", str(folder), False)):
@@ -100,7 +99,7 @@ class TestNames:
                 CacheClipEngine(primary=primary, auxiliary=auxiliary).chunk_caches()
             assert ("--auxiliary none" in str(refused.value)) == is_told
 
-    def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: Patch) -> None:
         monkeypatch.chdir(folder.parent)
         assert load_model("model") is load_model(str(folder))
 
@@ -166,7 +165,7 @@ class TestForeignCode:
         return make
 
     @pytest.fixture
-    def trusting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def trusting(self, tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
         """Somebody answers yes to every question."""
         monkeypatch.setattr("builtins.input", lambda *_: "yes")
         monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
@@ -227,7 +226,7 @@ class TestForeignCode:
 
 
 class TestRopePin:
-    def test_differs_with_the_rope(self, tiny_models: dict[str, str]) -> None:
+    def test_differs_with_the_rope(self, tiny_models: Models) -> None:
         from transformers import AutoConfig
 
         names = ["llama", "llama-rope-llama3", "llama-rope-linear", "qwen2-rope-yarn"]
@@ -261,9 +260,7 @@ class TestFingerprint:
         assert fingerprint(folder) != before
 
     @pytest.mark.parametrize("number", range(0, 30, 5))
-    def test_the_files_states_alone_are_never_trusted(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
-    ) -> None:
+    def test_the_files_states_alone_are_never_trusted(self, folder: Path, monkeypatch: Patch, number: int) -> None:
         """One other tensor behind the same inode, size and times."""
         states = fingerprint_module.file_states(folder)
         monkeypatch.setattr(fingerprint_module, "file_states", lambda _: states)
@@ -296,7 +293,7 @@ class TestFingerprint:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("moment", ["check_fits", "fingerprint"])
-    def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: Patch, moment: str) -> None:
         """Before they are read, and after: what was hashed may not be what was read."""
         place = memory if moment == "check_fits" else checkpoints
         original = getattr(place, moment)
@@ -311,7 +308,7 @@ class TestFingerprint:
         monkeypatch.undo()
         assert load_model(str(folder)).fingerprint.startswith(fingerprint(folder))
 
-    def test_home_that_cannot_be_written(self, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_home_that_cannot_be_written(self, folder: Path, monkeypatch: Patch, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         expected = fingerprint(folder)
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file" / "home"))

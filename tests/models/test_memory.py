@@ -1,7 +1,5 @@
 """Whether a model fits: its size by the files, what is free, and the refusal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

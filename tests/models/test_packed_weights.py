@@ -1,7 +1,5 @@
 """Packed weights: the same products, bit for bit, and no copy that nobody needs."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable
@@ -14,10 +12,9 @@ from cacheclip_testing.tiny import build_model, tiny_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cacheclip_rag.base.machine import processor_name
+from cacheclip_rag.measuring import ModelRuntime, processor_name
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import packed_weights
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.packed_weights import PackedLinear, pack_weights
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
 

@@ -1,7 +1,5 @@
 """Many passes at a time, or one alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model without its weights says of itself what the loaded model says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models are looked at and proven when they are loaded: no list of names, and a planted mistake is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -27,7 +25,7 @@ from cacheclip_rag.runtime.transformers import attention, cache, kept, model, pr
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
 from cacheclip_rag.store import layer_shapes
-from tests.conftest import CHUNKS, some_of
+from tests.conftest import CHUNKS, Logs, Models, Patch, some_of
 from tests.fusion.cases import BROKEN, EXACT, gap, make_case, prefilled, reference_logits, scatter_reference
 
 _WINDOWS = {
@@ -96,7 +94,7 @@ def skip_unless_known(architecture: str) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Verdicts of other tests are not known."""
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
     unload_models()
@@ -105,9 +103,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("architecture", LOOKED_AT)
-def test_an_architecture_that_no_list_names_is_exact(
-    architecture: str, tiny_models: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_architecture_that_no_list_names_is_exact(architecture: str, tiny_models: Models, tmp_path: Path) -> None:
     skip_unless_known(architecture)
     folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
     case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
@@ -154,11 +150,11 @@ def test_columns_are_read(columns: str) -> None:
         assert torch.equal(reading.written(tables.cos), made[0])
 
 
-def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
 
 
-MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+MISTAKES: dict[str, tuple[Callable[[Patch], None], str]] = {
     "keys that turn the other way": (
         _patched(modeling_llama, "apply_rotary_pos_emb", lambda turn: lambda q, k, cos, sin: turn(q, k, cos, -sin)),
         "keys of layer 0 depend on the position",
@@ -251,9 +247,7 @@ def _late(tables: Tables | None) -> Tables | None:
 
 @pytest.mark.usefixtures("home")
 @some_of(2, dtype=["float32", "bfloat16"], mistake=MISTAKES)
-def test_a_planted_mistake_is_refused(
-    mistake: str, dtype: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_refused(mistake: str, dtype: str, tiny_models: Models, monkeypatch: Patch) -> None:
     plant, reason = MISTAKES[mistake]
     plant(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -267,7 +261,7 @@ def test_a_planted_mistake_is_refused(
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_is_seen_to_turn_otherwise_than_its_tiny_one_is_refused(
-    dtype: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    dtype: str, tiny_models: Models, monkeypatch: Patch
 ) -> None:
     """Rounding may hide what its keys do. At position 0 a wrong form undoes itself."""
 
@@ -297,7 +291,7 @@ class TestLayersThatReadOthers:
         assert len(runtime.encode_many([[5, 6, 7], [8, 9]])) == 2 and ran == [0, 1, 2] * 2
 
     @pytest.mark.usefixtures("home")
-    def test_rows_that_leave_before_the_last_kv_are_refused(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rows_that_leave_before_the_last_kv_are_refused(self, folder: str, monkeypatch: Patch) -> None:
         install = model.install_layer_hooks
         monkeypatch.setattr(model, "install_layer_hooks", lambda layers, writing: install(layers, writing - 1))
         with pytest.raises(UnsupportedModelError, match=r"failed the proof .*recompute by"):
@@ -313,7 +307,7 @@ class TestLatentAttention:
         return str(build_model(tmp_path, tiny_spec("deepseek_v3", **{**LOOKED_AT["deepseek_v3"], **settings})))
 
     @pytest.mark.usefixtures("home")
-    def test_stores_the_latent_and_one_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_stores_the_latent_and_one_key(self, tmp_path: Path, monkeypatch: Patch) -> None:
         folder = self.folder(tmp_path)
         load_model(folder)
         unload_models()
@@ -324,7 +318,7 @@ class TestLatentAttention:
         assert sum(layer.num_numbers for layer in layer_shapes(runtime.kv_shape(7))) == 7 * 3 * (8 + 32)
 
     @pytest.mark.usefixtures("home")
-    def test_a_latent_that_is_turned_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_latent_that_is_turned_is_refused(self, tmp_path: Path, monkeypatch: Patch) -> None:
         folder = self.folder(tmp_path, kv_lora_rank=8)
         monkeypatch.setattr(cache.LatentLayer, "update", cache.FusedLayer.update)
         with pytest.raises(UnsupportedModelError, match="failed the proof"):
@@ -348,7 +342,7 @@ class TestChunkedAttention:
         return str(build_model(tmp_path, tiny_spec("llama4_text", **LOOKED_AT["llama4_text"], floor_scale=128)))
 
     def test_prompts_are_prefilled_in_full_from_where_queries_are_scaled(
-        self, folder: str, tiny_models: dict[str, str]
+        self, folder: str, tiny_models: Models
     ) -> None:
         case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
         assert case.runtime.reuse_tokens == 127 < case.layout.num_tokens
@@ -361,7 +355,7 @@ class TestChunkedAttention:
     @pytest.mark.parametrize("span", [None, 23])
     @pytest.mark.parametrize(("place", "reason"), [(structure, "see other keys"), (attention, "failed the proof")])
     def test_other_chunks_are_refused(
-        self, span: int | None, place: Any, reason: str, folder: str, monkeypatch: pytest.MonkeyPatch
+        self, span: int | None, place: Any, reason: str, folder: str, monkeypatch: Patch
     ) -> None:
         span_of = attention.span_of
         monkeypatch.setattr(place, "span_of", lambda module: span if span_of(module) else None)
@@ -385,7 +379,7 @@ def test_answers_that_are_decoded_together_and_long_prompts(architecture: str, t
 
 
 @pytest.mark.usefixtures("home")
-def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     skip_unless_known("mimo_v2_flash")
     folder = str(build_model(tmp_path, tiny_spec("mimo_v2_flash", **LOOKED_AT["mimo_v2_flash"])))
     used = cache.FusedLayer.used
@@ -407,9 +401,7 @@ _WRONG = (["0", math.nan, -1.0, 1e-3], ["0", math.nan, 1e-5])
 """Gaps that prove nothing, and those of wrong positions."""
 
 
-def test_a_model_with_embeddings_that_are_zero_is_no_other(
-    home: Path, tiny_models: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_model_with_embeddings_that_are_zero_is_no_other(home: Path, tiny_models: Models, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_models["llama"], tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     table = weights["model.embed_tokens.weight"]
@@ -422,9 +414,7 @@ def test_a_model_with_embeddings_that_are_zero_is_no_other(
     assert {*proof.ordinary_ids(runtime).tolist()} <= {*tokens.tolist()}
 
 
-def test_a_proof_that_sees_no_wrong_positions_is_none(
-    home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_that_sees_no_wrong_positions_is_none(home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
     original = proof._gaps
 
     def blind(runtime: Any, seed: int, checks: Any) -> Any:
@@ -439,7 +429,7 @@ def test_a_proof_that_sees_no_wrong_positions_is_none(
 class TestVerdict:
     @pytest.mark.long
     def test_is_kept_for_these_weights_and_versions(
-        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, home: Path, tmp_path: Path, monkeypatch: Patch, caplog: Logs
     ) -> None:
         """The tiny model's for its class and config."""
         first, other = (build_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed) for seed in (0, 1))
@@ -486,7 +476,7 @@ class TestVerdict:
 
     @pytest.mark.long
     def test_a_check_is_wrong_if_it_fails_for_every_seed(
-        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+        self, home: Path, tiny_models: Models, monkeypatch: Patch
     ) -> None:
         """Experts are tied by chance, in another check for each seed."""
         original, last = proof._gaps, proof._SEEDS[-1]
@@ -513,7 +503,7 @@ class TestVerdict:
         + [("installed", each) for each in ("torchao", "compressed_tensors", "kernels", "causal_conv1d")],
     )
     def test_is_of_these_devices_sources_and_packages(
-        self, change: str, value: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+        self, change: str, value: Any, tiny_models: Models, monkeypatch: Patch
     ) -> None:
         runtime, version = load_model(tiny_models["llama"]), kept.metadata.version
         memo = proof._memo(runtime)
@@ -532,7 +522,7 @@ class TestVerdict:
     )
     @pytest.mark.parametrize("place", ["pattern_attention", "check_numbers", "embeddings"])
     def test_says_nothing_of_a_model_when_memory_is_short(
-        self, place: str, error: Exception, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+        self, place: str, error: Exception, home: Path, tiny_models: Models, monkeypatch: Patch
     ) -> None:
         """While it is looked at, proven, and while its layers are handed tables."""
 
@@ -545,9 +535,7 @@ class TestVerdict:
             load_model(tiny_models["llama"])
         assert caught.value is error and not list(home.glob("proofs/*"))
 
-    def test_of_the_structure_is_kept_beside_it(
-        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_the_structure_is_kept_beside_it(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         """For these weights, and until it is damaged."""
         looked: list[str] = []
         find = structure.find_structure
@@ -573,14 +561,12 @@ class TestVerdict:
         monkeypatch.setattr(structure, "device_name", lambda device: (str(device), "another GPU"))
         assert load("gemma3")[0] == 1
 
-    def test_names_the_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_names_the_gpu(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
         assert kept.device_name(torch.device("cuda", 1)) == ("cuda:1", "GPU of cuda:1")
         assert kept.device_name(torch.device("cpu")) == ("cpu", "")
 
-    def test_that_is_no_longer_written(
-        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_that_is_no_longer_written(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         def full(*args: Any) -> None:
             raise OSError("no space")
 
@@ -594,9 +580,7 @@ class TestTablesThatAreHanded:
         skip_unless_known("ministral3")
         assert not load_model(str(build_model(tmp_path, tiny_spec("ministral3")))).rotary.hands_tables
 
-    def test_not_if_they_make_another_number(
-        self, home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_not_if_they_make_another_number(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         original = ModelRotary.embeddings
         assert load_model(tiny_models["llama"]).rotary.hands_tables
         unload_models()
@@ -609,7 +593,7 @@ class TestTablesThatAreHanded:
         )
         assert not load_model(tiny_models["llama"]).rotary.hands_tables
 
-    def test_positions_that_the_probe_uses_are_tokens_of_text(self, tiny_models: dict[str, str]) -> None:
+    def test_positions_that_the_probe_uses_are_tokens_of_text(self, tiny_models: Models) -> None:
         runtime = load_model(tiny_models["llama"])
         ids = {*proof.ordinary_ids(runtime).tolist()}
         assert len(ids) > 300 and not ids & {*runtime.control_ids, *runtime.eos_ids}

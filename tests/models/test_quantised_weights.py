@@ -1,7 +1,5 @@
 """Quantised weights: dense where transformers makes them so, tried row by row elsewhere, else refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ from cacheclip_rag.runtime.transformers.quantised_weights import (
     loading_options,
     scheme_of,
 )
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, Models, Patch
 from tests.fusion.cases import EXACT, gap, make_case, prefilled
 
 pytestmark = pytest.mark.skipif(
@@ -89,7 +87,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[Tensors], Tensors], dict[str, Any], fl
 class TestDense:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("method", PUBLISHED)
-    def test_published_formats_are_exact(self, method: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_published_formats_are_exact(self, method: str, tiny_models: Models, tmp_path: Path) -> None:
         name, change, settings, limit = PUBLISHED[method]
         folder = quantised(tmp_path, name, change, settings)
         case = make_case(str(folder), tiny_models["auxiliary"], CHUNKS[:3])
@@ -112,7 +110,7 @@ class TestDense:
         folder = quantised(tmp_path, "qwen3", in_fp8, FP8)
         assert load_model(folder).fingerprint == f"{load_planning(folder).fingerprint}:dense"
 
-    def test_memory_is_that_of_dense_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_is_that_of_dense_weights(self, tmp_path: Path, monkeypatch: Patch) -> None:
         folder = quantised(tmp_path, "gpt-oss", in_mxfp4, {"quant_method": "mxfp4"})
         needed = 4 * sum(each.numel() for each in load_model(folder).model.parameters())
         assert needed > 1.5 * memory.weight_bytes(folder, torch.float32)
@@ -177,7 +175,7 @@ def in_int8(tensors: Tensors) -> Tensors:
 
 
 @pytest.fixture
-def quantizer(monkeypatch: pytest.MonkeyPatch) -> str:
+def quantizer(monkeypatch: Patch) -> str:
     """A method of transformers whose layers are :class:`EightBits`."""
 
     class Settings(QuantizationConfigMixin):
@@ -207,9 +205,7 @@ def quantizer(monkeypatch: pytest.MonkeyPatch) -> str:
 
 class TestRows:
     @pytest.mark.parametrize("scale_of", ["weights", "token"])
-    def test_of_their_own_are_exact(
-        self, quantizer: str, scale_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_their_own_are_exact(self, quantizer: str, scale_of: str, tmp_path: Path, monkeypatch: Patch) -> None:
         folder = quantised(tmp_path, "qwen3", in_int8, {"quant_method": quantizer, "scale_of": scale_of})
         runtime = load_model(folder)
         assert sum(isinstance(each, EightBits) for each in runtime.model.modules()) == 3 * 7
@@ -244,7 +240,7 @@ class TestRefused:
         with pytest.raises(UnsupportedModelError, match=r"quantised by 'spqr'\. Expected one of awq, bitsandbytes"):
             scheme_of(config, "m")
 
-    def test_whose_package_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_whose_package_is_missing(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(quantised_weights.importlib.util, "find_spec", lambda name: None)
         for settings in ({"quant_method": "bitsandbytes"}, {"load_in_4bit": True}, {"load_in_8bit": True}):
             with pytest.raises(ModelError, match="'bitsandbytes', for which accelerate and bitsandbytes must be"):
@@ -270,7 +266,7 @@ class TestRefused:
         assert quantization_of(tmp_path) == FP8
 
 
-def test_a_transformers_that_leaves_files_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_that_leaves_files_mapped(monkeypatch: Patch) -> None:
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda name: None)
     config = Qwen3Config(quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(ModelError, match=r"without mapping them, got 5\..*: pip install -U transformers"):

@@ -1,7 +1,5 @@
 """Attention of a decoded token, against the definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers that convolve: their inputs are kept like KV, and rows anywhere in a cache see those before them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The border of a sliding window: plain prefill and decoding, token by token across it, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hybrids: chunks' state maps, composed, against the model's own modules, run over what was stored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Several answers decoded in one pass: each has the logits and the KV that it has alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The text part of multimodal checkpoints: exact, compared with the whole model, and hungry for parts if need be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ from cacheclip_testing.tiny import SENTENCES, make_tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ModelError, UnsupportedModelError
+from cacheclip_rag import CacheClipEngine, ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import text_part
 from tests.conftest import CHUNKS, some_of

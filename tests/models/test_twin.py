@@ -1,7 +1,5 @@
 """Tiny models of a checkpoint's class: they have all that it has, and mistakes that 16 bits hide show in them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -15,24 +13,23 @@ import torch
 from cacheclip_testing import build_class, build_model, make_tokenizer, tiny_of_class, tiny_spec, verdicts
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheclip_rag.base.errors import UnsupportedModelError
+from cacheclip_rag import UnsupportedModelError
+from cacheclip_rag.measuring import FusedCache, ModelRuntime
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import attention, proof, state_map, twin
-from cacheclip_rag.runtime.transformers.cache import FusedCache
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import some_of
+from tests.conftest import Logs, Models, Patch, some_of
 from tests.models.test_proof import skip_unless_known
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Verdicts of other tests are not known."""
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
     unload_models()
     return tmp_path / "home"
 
 
-def _rule(**change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch, Any], None]:
+def _rule(**change: Callable[[Any], Any]) -> Callable[[Patch, Any], None]:
     """Another rule of the attention."""
     rule = attention.AttentionRule
 
@@ -42,7 +39,7 @@ def _rule(**change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch, Any],
     return lambda patch, model: patch.setattr(attention, "AttentionRule", changed)
 
 
-def _other_mask(patch: pytest.MonkeyPatch, model: Any) -> None:
+def _other_mask(patch: Patch, model: Any) -> None:
     """A row sees its successor, too."""
     module = sys.modules[type(model).__module__]
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
@@ -56,7 +53,7 @@ def _more(make: Any) -> Any:
     )
 
 
-def _unknown_input(patch: pytest.MonkeyPatch, model: Any) -> None:
+def _unknown_input(patch: Patch, model: Any) -> None:
     kinds = {
         type(each) for each in model.modules() if "Attention" in type(each).__name__ and hasattr(each, "layer_idx")
     }
@@ -68,7 +65,7 @@ def _with_indices(forward: Any) -> Any:
     return lambda self, *args, **kwargs: forward(self, *args, block_indices=torch.zeros(1), **kwargs)
 
 
-def _late(patch: pytest.MonkeyPatch, model: Any) -> None:
+def _late(patch: Patch, model: Any) -> None:
     """Stored keys are three positions off."""
     fill = FusedCache.fill
     patch.setattr(
@@ -76,14 +73,14 @@ def _late(patch: pytest.MonkeyPatch, model: Any) -> None:
     )
 
 
-ANY: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+ANY: dict[str, Callable[[Patch, Any], None]] = {
     "scale": _rule(scaling=lambda scaling: 1.1 * scaling),
     "positions": _late,
     "mask": _other_mask,
     "input": _unknown_input,
 }
 """Mistakes of every class."""
-SOME: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+SOME: dict[str, Callable[[Patch, Any], None]] = {
     "window": _rule(window=lambda window: window and window + 1),
     "softcap": _rule(softcap=lambda softcap: None),
     "sinks": _rule(sinks=lambda sinks: None),
@@ -119,9 +116,7 @@ def tokenizer() -> Any:
 @pytest.mark.some(3)
 @pytest.mark.usefixtures("home")
 @some_of(5, planted=_planted())
-def test_a_mistake_is_refused_in_16_bits(
-    planted: tuple[str, str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_refused_in_16_bits(planted: tuple[str, str], tokenizer: Any, monkeypatch: Patch) -> None:
     name, mistake = planted
     skip_unless_known(name)
     monkeypatch.setattr(proof, "_SEEDS", proof._SEEDS[:1])
@@ -131,9 +126,7 @@ def test_a_mistake_is_refused_in_16_bits(
         proof.prove(ModelRuntime(model, tokenizer, name="tiny", fingerprint="none"))
 
 
-def test_one_that_its_own_weights_do_not_show_is_refused(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_its_own_weights_do_not_show_is_refused(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """A window that is longer than the probe."""
     folder = str(build_model(tmp_path, tiny_spec("mistral", sliding_window=512)))
     load_model(folder, dtype="bfloat16")
@@ -162,7 +155,7 @@ def test_one_that_it_names_as_refused_is_none(name: str, home: Path, tmp_path: P
 
 
 def test_without_a_tiny_model_the_weights_are_compared_in_all_ways(
-    home: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: Path, tiny_models: Models, monkeypatch: Patch, caplog: Logs
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("a size is missing")
@@ -204,18 +197,18 @@ class TestConfigs:
         small = twin.shrunk_config(CONFIG_MAPPING["gpt_oss"](layer_types=kinds, num_hidden_layers=13))
         assert small.layer_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
-    def test_of_other_weights_are_the_same(self, tiny_models: dict[str, str]) -> None:
+    def test_of_other_weights_are_the_same(self, tiny_models: Models) -> None:
         first, second = (load_model(tiny_models[name]).model for name in ("llama", "llama-rope-linear"))
         assert twin.described(first) == twin.described(first) != twin.described(second)
 
-    def test_that_stay_large_are_none(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_that_stay_large_are_none(self, tiny_models: Models, monkeypatch: Patch) -> None:
         model = load_model(tiny_models["llama"]).model
         monkeypatch.setattr(twin, "shrunk_config", lambda config: type(config)())
         with pytest.raises(ValueError, match="its tiny model has 6738415616 weights"):
             twin.make_twin(model)
 
 
-def test_weights_are_no_zeros_and_random_numbers_of_others_stay(tiny_models: dict[str, str]) -> None:
+def test_weights_are_no_zeros_and_random_numbers_of_others_stay(tiny_models: Models) -> None:
     model = load_model(tiny_models["gemma2"]).model
     torch.manual_seed(3)
     expected = torch.rand(1)

@@ -1,7 +1,5 @@
 """Weights are those of the checkpoint's files, all of them, and stay what they were whatever becomes of the files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -20,11 +18,10 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import BertConfig, BertModel
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ModelError
-from cacheclip_rag.base.tensor_files import read_tensors
+from cacheclip_rag import CacheClipEngine, ModelError, SamplingParams
 from cacheclip_rag.models.load import load_model, load_planning, load_tokenizer
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
+from cacheclip_rag.store import read_tensors
 from tests.conftest import CHUNKS, rag_prompt
 
 Tensors = dict[str, torch.Tensor]

@@ -1,7 +1,5 @@
 """Several chunks in one pass have the KV that each has alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,19 +1,16 @@
 """Chat templates that would run for hours are stopped, and others are rendered as transformers does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tool_templates import TOOLS_TEMPLATE
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, ModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError
+from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import text
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, build_model
+from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, Models, Patch, build_model
 
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
@@ -140,7 +137,7 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module")
-def runtime(tiny_models: dict[str, str]) -> ModelRuntime:
+def runtime(tiny_models: Models) -> ModelRuntime:
     return load_model(tiny_models["llama"])
 
 
@@ -151,7 +148,7 @@ def as_transformers(runtime: ModelRuntime, messages: list[dict[str, Any]], tools
 class TestHostile:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("name", HOSTILE)
-    def test_is_stopped(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_is_stopped(self, runtime: ModelRuntime, monkeypatch: Patch, name: str) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", HOSTILE[name])
         monkeypatch.setattr(text, "_MOST_STEPS", 10_000)  # for the time of the tests
         monkeypatch.setattr(text, "_MOST_TEMPLATE_S", 0.05)
@@ -160,7 +157,7 @@ class TestHostile:
         monkeypatch.undo()
         assert runtime.render_chat(USER) == as_transformers(runtime, USER), "the next one has its own steps"
 
-    def test_by_messages(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_messages(self, runtime: ModelRuntime, monkeypatch: Patch) -> None:
         """It is no fault of the model."""
         monkeypatch.setattr(text, "_MOST_STEPS", 100_000)  # for the time of the tests
         over = "{% for c in m.content %}{% for d in m.content %}{% endfor %}{% endfor %}"
@@ -174,14 +171,12 @@ class TestHostile:
         with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
             runtime.render_chat([{"role": "system", "content": "x" * 9999}])
 
-    def test_a_function_that_writes_without_end(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_function_that_writes_without_end(self, runtime: ModelRuntime, monkeypatch: Patch) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", "{{ lipsum(n=99999999) }}")
         with pytest.raises(ConfigurationError, match="refuses"):
             runtime.render_chat(USER)
 
-    def test_when_a_model_is_loaded(
-        self, tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_when_a_model_is_loaded(self, tmp_path: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         monkeypatch.setattr(text, "_MOST_STEPS", 100_000)
         folder = build_model(tmp_path / "endless", LLAMA)
         (folder / "chat_template.jinja").write_text(HOSTILE["loops"] + "{{ messages[0].content }}")
@@ -196,14 +191,14 @@ class TestOthers:
     @pytest.mark.parametrize("chat", CHATS)
     @pytest.mark.parametrize("name", PLAIN)
     def test_are_rendered_as_transformers_does(
-        self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch, name: str, chat: str
+        self, runtime: ModelRuntime, monkeypatch: Patch, name: str, chat: str
     ) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", PLAIN[name])
         for tools in (None, [TOOL]):
             assert runtime.render_chat(CHATS[chat], tools=tools or ()) == as_transformers(runtime, CHATS[chat], tools)
 
     @pytest.mark.parametrize("name", TINY_MODELS)
-    def test_of_tiny_models(self, tiny_models: dict[str, str], name: str) -> None:
+    def test_of_tiny_models(self, tiny_models: Models, name: str) -> None:
         runtime = load_model(tiny_models[name])
         for messages in CHATS.values():
             assert runtime.render_chat(messages) == as_transformers(runtime, messages)

@@ -1,7 +1,5 @@
 """The runtimes of the package keep the promises that the suite for third parties asks for."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -13,8 +11,7 @@ from cacheclip_testing.runtimes import RuntimeConformance
 from cacheclip_testing.tiny import TINY_MODELS, build_model
 from transformers import AutoModelForCausalLM
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError
 from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
 

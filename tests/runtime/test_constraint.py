@@ -1,7 +1,5 @@
 """JSON that must follow a schema: white space where JSON may hold it, with an end; refusals that say what is wrong."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ exact KV: tests/fusion/test_blocks.py.)
 KV of a token is its id, its position and the number of its prompt.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

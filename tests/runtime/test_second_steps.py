@@ -1,7 +1,5 @@
 """KV that prompts leave behind: a release while it is copied, a copy that fails, and KV that is cut back."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag import CacheClipEngine, StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
+from cacheclip_rag.measuring import FusedCache
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.prompt_cache import PromptCache
-from cacheclip_rag.runtime.transformers.cache import FusedCache
-from tests.conftest import CACHECLIP, SENTENCES
+from tests.conftest import CACHECLIP, SENTENCES, Logs, Models, Patch
 from tests.engine.asking import SHORT, rag
 from tests.fusion.test_blocks import BLOCK_BYTES, SIZE, filled, found, refs, room
 
@@ -23,7 +20,7 @@ PASSAGES = [" ".join(random.Random(seed).sample(SENTENCES, 5)) for seed in range
 
 
 @pytest.fixture
-def engine(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheClipEngine]:
+def engine(tiny_models: Models, monkeypatch: Patch) -> Iterator[CacheClipEngine]:
     monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "store": None}
     engine = CacheClipEngine(**{**models, **CACHECLIP, "recompute_ratio": 0.1, "min_confidence": 0.0})
@@ -32,7 +29,7 @@ def engine(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iter
     engine.close()
 
 
-def when_copied(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> list[int]:
+def when_copied(monkeypatch: Patch, number: int, act: Callable[[], object]) -> list[int]:
     """Do something once, when a block of KV was copied as the ``number``-th one. Returns how many were copied."""
     copied, blocks = [0], FusedCache.blocks
 
@@ -63,9 +60,7 @@ class TestRelease:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("method", ["cacheclip", "prefix"])
     @pytest.mark.parametrize("number", [1, 2, -1], ids=["first copy", "second copy", "last copy"])
-    def test_while_kv_is_copied(
-        self, engine: CacheClipEngine, method: str, number: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_while_kv_is_copied(self, engine: CacheClipEngine, method: str, number: int, monkeypatch: Patch) -> None:
         """Into the continued KV, and into the prefix cache."""
         with monkeypatch.context() as patch:
             copied = when_copied(patch, 0, fail)
@@ -78,9 +73,7 @@ class TestRelease:
         assert not engine.is_stored(PASSAGES[0]) and holds_nothing(engine.prefixes)
 
     @pytest.mark.parametrize("fails", [False, True])
-    def test_of_what_an_answer_uses_meanwhile(
-        self, engine: CacheClipEngine, fails: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_what_an_answer_uses_meanwhile(self, engine: CacheClipEngine, fails: bool, monkeypatch: Patch) -> None:
         """An answer begins and ends while texts are released, the second of which may fail."""
         release, answers = ChunkTexts.release, []
 
@@ -111,8 +104,8 @@ class TestCopiesThatFail:
         engine: CacheClipEngine,
         method: str,
         error: Callable[[], None],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        monkeypatch: Patch,
+        caplog: Logs,
     ) -> None:
         with monkeypatch.context() as patch:
             copied = when_copied(patch, 0, fail)
@@ -130,9 +123,7 @@ class TestCopiesThatFail:
 
     @pytest.mark.parametrize("number", range(1, 5))
     @pytest.mark.parametrize("cleared", [False, True])
-    def test_growth_ends_before_the_block_that_fails(
-        self, number: int, cleared: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_growth_ends_before_the_block_that_fails(self, number: int, cleared: bool, monkeypatch: Patch) -> None:
         cache, ids = room(9), [*range(12)]
         cache.insert(ids[: 2 * SIZE], filled(ids))
         held = cache.match(ids)
@@ -155,7 +146,7 @@ class TestCopiesThatFail:
 
 
 class TestCutBack:
-    def test_an_answer_after_it_is_a_first_one(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_answer_after_it_is_a_first_one(self, engine: CacheClipEngine, monkeypatch: Patch) -> None:
         """The KV that an earlier prompt left ends inside a chunk of this one, and so do exact blocks. Neither is used
         beyond the chunk's start, so that nothing of it is approximate."""
         first, second, third, _ = PASSAGES

@@ -1,7 +1,5 @@
 """Text of users and documents: no control token comes out of it, and all other ids are transformers' own."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """The auxiliary's scores for a prompt: what the chunks are asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The auxiliary's scores against transformers' own eager attention weights, chunk by chunk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Grouping: hand-made examples of 24 tokens, properties, and a slow brute-force reference."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Head sets: what they score, against transformers' eager attention, and their files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +10,8 @@ import torch
 from cacheclip_lab.evaluation.bench import bench
 from safetensors.torch import load_file, save_file
 
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, ModelError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.methods.settings import vary
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, ModelError, SamplingParams
+from cacheclip_rag.methods import Method, Recompute, preset, vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module

@@ -1,7 +1,5 @@
 """Mapping of scores between tokenizers by character offsets."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

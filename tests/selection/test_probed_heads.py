@@ -1,7 +1,5 @@
 """Only the heads that a head set names are scored, with the numbers that all heads would give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention import query_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Block, SideBySide
 from cacheclip_rag.selection.heads import HeadSet
-from tests.conftest import CHUNKS, QUESTION
+from tests.conftest import CHUNKS, QUESTION, Models, Patch
 from tests.selection.test_auxiliary_scores import Scored
 from tests.selection.test_heads import SHA, scores
 
@@ -84,9 +82,7 @@ def with_all_heads(heads: HeadSet, num_heads: int) -> HeadSet:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["weighted", "equal"])
 @pytest.mark.parametrize("name", ["auxiliary", "qwen2", "gemma2", "gpt-oss"])
-def test_scores_are_those_of_all_heads(
-    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
+def test_scores_are_those_of_all_heads(tiny_models: Models, monkeypatch: Patch, name: str, kind: str) -> None:
     """Grouped heads, soft-capped logits, windows and sinks among them."""
     runtime = load_model(tiny_models[name])
     scored = Scored(runtime, list(CHUNKS), QUESTION)

@@ -1,7 +1,5 @@
 """Head sets that come with the package: readable, bound to their models, and in the wheel."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -16,15 +14,14 @@ import pytest
 import torch
 from cacheclip_testing.tiny import AUXILIARY, build_model, make_tokenizer
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ModelError
+from cacheclip_rag import CacheClipEngine, ModelError
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, Logs, Models, Patch, rag_prompt
 
 ROOT = Path(__file__).parents[2]
 SETS = sorted(_SHIPPED.glob("*.safetensors"))
@@ -108,7 +105,7 @@ class TestOtherWeights:
     """Of a set made for the tiny auxiliary: who else may use it."""
 
     @pytest.fixture
-    def heads(self, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeadSet:
+    def heads(self, tiny_models: Models, tmp_path: Path, monkeypatch: Patch) -> HeadSet:
         monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         module._log_other_weights.cache_clear()
@@ -123,7 +120,7 @@ class TestOtherWeights:
         return build_model(tmp_path / "other", AUXILIARY, vocab_size=300, seed=7)
 
     def test_the_same_model_with_other_weights_uses_it_and_says_so_once(
-        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], caplog: pytest.LogCaptureFixture
+        self, heads: HeadSet, other: Path, tiny_models: Models, caplog: Logs
     ) -> None:
         caplog.set_level(logging.INFO, "cacheclip_rag.selection.heads")
         [own] = [shipped_set(load_model(tiny_models["auxiliary"]))]
@@ -138,9 +135,7 @@ class TestOtherWeights:
         [said] = [record.getMessage() for record in caplog.records if record.name.endswith(".heads")]
         assert "made from Tiny-Instruct Q4_1 weights; used with other weights of the same architecture" in said
 
-    def test_certificates_tell_the_weights_apart(
-        self, heads: HeadSet, other: Path, tiny_models: dict[str, str]
-    ) -> None:
+    def test_certificates_tell_the_weights_apart(self, heads: HeadSet, other: Path, tiny_models: Models) -> None:
         engines = [
             CacheClipEngine(primary=tiny_models["llama"], auxiliary=auxiliary, chunk_context="prefix")
             for auxiliary in (tiny_models["auxiliary"], str(other))
@@ -149,7 +144,7 @@ class TestOtherWeights:
         assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
 
     def test_a_planner_without_the_primarys_weights_has_it(
-        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
+        self, heads: HeadSet, other: Path, tiny_models: Models, tmp_path: Path
     ) -> None:
         """Without a head set, the default method would need the primary's weights, and the planner would refuse."""
         options: Any = {"primary": tiny_models["llama"], "auxiliary": str(other), "store": str(tmp_path / "store")}
@@ -184,9 +179,7 @@ class TestOtherWeights:
         split_digits(other / "tokenizer.json")
         assert shipped_set(load_model(other)) is not None
 
-    def test_a_head_set_of_ones_own_keeps_its_weights(
-        self, heads: HeadSet, other: Path, tiny_models: dict[str, str]
-    ) -> None:
+    def test_a_head_set_of_ones_own_keeps_its_weights(self, heads: HeadSet, other: Path, tiny_models: Models) -> None:
         runtime = load_model(other)
         with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
             heads.check(runtime)
