@@ -9,6 +9,7 @@ side by side, and the other layers need not be there yet.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -102,12 +103,15 @@ class Joined:
         return torch.cat([each[..., tokens, :] for each, tokens in zip(moved, self._tokens, strict=True)], -2)
 
 
-def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
+def join(pieces: Iterable[tuple[int, KV]], runs: Iterable[tuple[int, int]] = ()) -> list[Joined]:
     """Put KV, each with where its first token belongs, in order and without overlap, side by side: neighbouring pieces
-    of one kind each. No layer is read before it is asked for."""
-    end, placed = 0, list[tuple[int, KV]]()
+    of one kind each, with none of ``runs``, ``[start, stop)``, between them. No layer is read before it is asked for.
+    """
+    end, placed, cuts = 0, list[tuple[int, KV]](), list[int]()
     for start, kv in pieces:
         assert start >= end, f"the pieces must come in order, got one at {start} after the end of another at {end}"
+        if any(first < start and stop > end for first, stop in runs):
+            cuts.append(start)
         end = start + kv.shape[3]
         if kv.shape[3]:
             placed.append((start, kv))
@@ -117,9 +121,10 @@ def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
         for _, group in groupby(
             placed,
             key=lambda piece: (
+                bisect_right(cuts, piece[0]),
                 (piece[1].codec, widths_of(piece[1].frame.shape), piece[1].resident is None)
                 if isinstance(piece[1], StoredKV)
-                else (piece[1].dtype, piece[1].device, piece[1].shape[:3], piece[1].shape[4])
+                else (piece[1].dtype, piece[1].device, piece[1].shape[:3], piece[1].shape[4]),
             ),
         )
     )

@@ -1,7 +1,7 @@
 """Moved KV: what it is, when it is taken, and where it never goes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.methods import PRESETS, preset
 from cacheclip_rag.prompt.known_kv import LEAST_END, MOST_BORDER
-from cacheclip_rag.runtime.base import KVSource
+from cacheclip_rag.runtime.base import KVRun, KVSource
 from cacheclip_rag.runtime.kv_blocks import LEAST_PAST
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from tests.conftest import SENTENCES, Make, Patch
@@ -29,6 +29,15 @@ def chat(header: str, passages: list[str], question: str = "What is the magic nu
     return header + "\n\n" + "\n\n".join(passages) + f"\n\nQuestion: {question}"
 
 
+def turned(runtime: Any, state: Any, run: KVRun, wrong_by: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer the KV of an earlier prompt's state where a run begins in it, turned to the run's positions."""
+    there = slice(run.source_start, run.source_start + run.stop - run.start)
+    before = runtime.rotary.tables(torch.arange(there.start, there.stop))
+    after = runtime.rotary.tables(torch.arange(run.start, run.stop) + wrong_by)
+    for layer, old, new in zip(state.layers, before, after, strict=True):
+        yield rotate(unrotate(layer.keys[0, :, there], old), new), layer.values[0, :, there]
+
+
 def reference(engine: CacheClipEngine, old: str, new: str, *, wrong_by: int = 0) -> torch.Tensor:
     """Logits of ``new`` with the KV that a plain prefill of ``old`` gives, turned to the new positions (``wrong_by``
     tokens beside them), where the engine takes it from there."""
@@ -41,15 +50,11 @@ def reference(engine: CacheClipEngine, old: str, new: str, *, wrong_by: int = 0)
     cache, rows = runtime.new_cache(4096), torch.ones(plan.layout.num_tokens, dtype=torch.bool)
     cache.extend_to(plan.layout.num_tokens)
     for run in runs:
-        source = run.source_start
-        count, border = run.stop - run.start, MOST_BORDER if run.source == KVSource.MOVED else 0
-        before = runtime.rotary.tables(torch.arange(source, source + count))
-        after = runtime.rotary.tables(torch.arange(run.start, run.stop) + (wrong_by if border else 0))
-        for number, layer in enumerate(cache.layers):
-            keys = unrotate(state.layers[number].keys[0, :, source : source + count], before[number])
-            layer.write(
-                run.start, rotate(keys, after[number]), state.layers[number].values[0, :, source : source + count]
-            )
+        border = MOST_BORDER if run.source == KVSource.MOVED else 0
+        for layer, (keys, values) in zip(
+            cache.layers, turned(runtime, state, run, wrong_by if border else 0), strict=True
+        ):
+            layer.write(run.start, keys, values)
         rows[run.start + border : run.stop] = False
     slots = rows.nonzero()[:, 0]
     found = runtime.run_slots(cache, plan.layout.ids[slots], slots)
@@ -79,6 +84,32 @@ def test_kv_of_an_edited_prompt(make: Make, passages: list[str], edit: str, wron
     assert found.stats.moved_tokens > found.stats.prompt_tokens / 2
     assert (float((found.logits - expected).abs().max()) < 1e-4) == (not wrong_by)
     assert not found.is_exact
+
+
+@torch.inference_mode()
+def test_kv_between_stored_chunks(make: Make, passages: list[str]) -> None:
+    """Chunks on both sides are put together and written at once, with nothing in between."""
+    engine = make(min_confidence=0.0, on_miss="ignore")
+    stored = [
+        "Alden quarry closed in 1931, as slate from Wales cost less.",
+        "Two ferries cross Mirren sound daily.",
+    ]
+    engine.precompute(stored)
+    old = chat("Hello.", passages)
+    new = chat("Hello.", [stored[0], *passages[:9], stored[1], *passages[9:]])
+    engine.generate(old, SHORT, method="prefix")
+    state, _ = engine.primary.prefill(engine.plan(old, method="prefix").layout.ids, 4096)
+    found = engine.prefill(new, method="direct")
+    spans = [span for span in found.layout.spans if span.is_chunk]
+    assert [span.segment.text for span in spans] == stored
+    with engine.prefixes.match(found.layout.token_ids, preset("direct"), moves=range(10**6)) as match:
+        runs = [run for run in match.runs if run.source == KVSource.MOVED]
+    assert any(spans[0].stop <= run.start and run.stop <= spans[1].start for run in runs)
+    for run in runs:
+        inner = slice(2 * MOST_BORDER, found.layout.num_tokens - LEAST_END - run.start)
+        for layer, expected in zip(found.cache.layers, turned(engine.primary, state, run), strict=True):
+            for own, each in zip((layer.keys, layer.values), expected, strict=True):
+                torch.testing.assert_close(own[0, :, run.start : run.stop][:, inner], each[:, inner])
 
 
 NOT_MOVED: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -165,6 +165,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     """Bytes of the KV of one token."""
     memory: torch.Tensor | None = None
     """``(num_layers, 2, num_kv_heads, capacity, head_dim)``: of all layers, if prompts are gathered."""
+    runs: Sequence[tuple[int, int]] = ()
+    """Slots ``[start, stop)`` that have KV of earlier prompts: pieces on both sides are not written as one."""
     tables: Sequence[Tables | None] = ()
     """Per layer the rotary tables of the prompt's slots, while a fused prefill goes on: stored keys, the correction and
     the pass take their rows from them. Empty: each makes its own."""
@@ -211,6 +213,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             new += self.rotary.tables(positions)
         tokens = slice(part.skip, part.skip + run.stop - run.start)
         self.extend_to(run.stop)
+        self.runs = (*self.runs, (run.start, run.stop))
         arrays = self.arrays
         for group in part.blocks[0]:
             pieces = zip(*(block[group].unbind() for block in part.blocks), strict=True)
@@ -240,7 +243,8 @@ class FusedCache(Cache):  # type: ignore[misc]
     def fill_all(self, pieces: Iterable[tuple[int, KV]]) -> None:
         """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap. The same as
         :meth:`fill` for each of them, but the number of tensor operations does not depend on the number of pieces.
-        Slots between the pieces get KV of other tokens: compute or fill them afterwards."""
+        Slots between the pieces get KV of other tokens, but :attr:`runs` among them: compute or fill them afterwards.
+        """
         write = self.filling(pieces)
         for number in range(len(self.layers)):
             write(number)
@@ -255,7 +259,7 @@ class FusedCache(Cache):  # type: ignore[misc]
         function that is returned is called with the layer's number. That may be within a pass. ``wait`` is called with
         the last layer whose KV is needed then, ``num_layers`` of which may be asked for (default all)."""
         groups, gatherings = [], list[Callable[[int], None]]()
-        for joined in join(pieces):
+        for joined in join(pieces, self.runs):
             if joined.gather is not None:
                 gatherings.append(self._gathering(joined.gather, wait, num_layers or len(self.layers)))
                 continue
