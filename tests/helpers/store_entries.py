@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify  # noqa: F401
@@ -41,6 +45,18 @@ def path_of(folder: Path, number: int, namespace: str = "t") -> Path:
     """Payload file of an entry in the store ``folder``."""
     name = key(number, namespace)
     return folder / "kv" / name[:2] / f"{name}.kv"
+
+
+def change(folder: Path, *statements: str, rows: Sequence[Sequence[Any]] = ()) -> None:
+    """The catalog, as another program may; the last statement for each of these rows, if there are some."""
+    with closing(sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)) as catalog:
+        for statement in statements:
+            catalog.executemany(statement, rows) if rows else catalog.executescript(statement)
+
+
+def remove_catalog(folder: Path) -> None:
+    for file in folder.glob("catalog.sqlite3*"):
+        file.unlink()
 
 
 def payload_files(folder: Path) -> list[Path]:

@@ -109,9 +109,8 @@ class TestDiskBackend(BackendConformance):
         """A file takes whole blocks of its disk, however short it is."""
         for num_bytes in (1, 4096, 4097):
             backend.put(sample_key(1), sample_payload(1, num_bytes))
-            assert (
-                backend.round_up(num_bytes) == backend.occupied(sample_key(1)) == (8192 if num_bytes > 4096 else 4096)
-            )
+            expected = 8192 if num_bytes > 4096 else 4096
+            assert backend.round_up(num_bytes) == backend.occupied(sample_key(1)) == expected
         assert backend.round_up(0) == 0
 
     def test_a_payload_that_is_cut_off_while_it_is_read(self, backend: Backend) -> None:
@@ -170,18 +169,14 @@ class TestTiers(BackendConformance):
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         TestDiskBackend().write_raw(_disk(backend), key, data)
 
-    def test_reading_promotes_to_faster_tiers_alone(self) -> None:
+    def test_reading_promotes_to_faster_tiers_alone_and_finding_does_not(self) -> None:
         first, second, last = MemoryBackend(), MemoryBackend(), MemoryBackend()
         tiers = Tiers([first, second, last])
         second.put(sample_key(1), sample_payload(1))
+        found = tiers.find(sample_key(1), lambda num_bytes: memoryview(bytearray(num_bytes)))
+        assert found is not None and found[1] == 1 and list(first.list()) == []
         assert bytes(tiers.get_many([sample_key(1)])[sample_key(1)]) == sample_payload(1)
         assert list(first.list()) == [sample_key(1)] and list(last.list()) == []
-
-    def test_finding_does_not_promote(self) -> None:
-        first, last = MemoryBackend(), MemoryBackend()
-        last.put(sample_key(1), sample_payload(1))
-        found = Tiers([first, last]).find(sample_key(1), lambda num_bytes: memoryview(bytearray(num_bytes)))
-        assert found is not None and found[1] == 1 and list(first.list()) == []
 
     def test_replaced_by_one_too_large_for_a_fast_tier(self, tmp_path: Path) -> None:
         """The fast tier must not go on serving what the last one no longer holds."""

@@ -16,26 +16,16 @@ from cacheclip_rag.store import TenantStore
 from tests.store.samples import (
     BLOCK,
     bytes_on_disk,
+    change,
     is_intact,
     key,
     opened,
     path_of,
     payload_files,
     put,
+    remove_catalog,
     totals_are_right,
 )
-
-
-def sql(folder: Path, statement: str) -> None:
-    connection = sqlite3.connect(folder / "catalog.sqlite3")
-    with connection:
-        connection.execute(statement)
-    connection.close()
-
-
-def remove_catalog(folder: Path) -> None:
-    for file in folder.glob("catalog.sqlite3*"):
-        file.unlink()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -43,9 +33,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class TestMissing:
-    def test_deleted_under_a_store_in_use(
-        self, store: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_deleted_under_a_store_in_use(self, store: TenantStore, folder: Path, caplog: Any) -> None:
         """The next use finds all payloads again, and says what is lost."""
         remove_catalog(folder)
         assert is_intact(store, 1) and key(2) in store and set(store.keys()) == {key(1), key(2)}
@@ -84,13 +72,11 @@ class TestUnusable:
 
     def test_database_of_another_program(self, store: TenantStore, folder: Path) -> None:
         """Though its version number is ours: nothing is written into it."""
-        connection = sqlite3.connect(folder / "catalog.sqlite3")
-        ((version,),) = connection.execute("PRAGMA user_version").fetchall()
-        connection.close()
+        [(version,)] = store.catalog.database.query("PRAGMA user_version")
         store.close()
         remove_catalog(folder)
-        sql(folder, "CREATE TABLE photos (name TEXT)")
-        sql(folder, f"PRAGMA user_version = {version}")
+        change(folder, "CREATE TABLE photos (name TEXT)")
+        change(folder, f"PRAGMA user_version = {version}")
         before = (folder / "catalog.sqlite3").read_bytes()
         with pytest.raises(StoreError, match="another program"):
             put(opened(folder), 3)
@@ -105,19 +91,22 @@ class TestUnusable:
         assert store.get(key(1)) is None and store.keys() == [] and store.stats().entries == 0
 
 
+def no_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+
+    def may(path: Any, mode: int, **options: Any) -> bool:
+        return access(path, mode, **options) and not (mode & os.W_OK and str(path).startswith(str(folder)))
+
+    monkeypatch.setattr(os, "access", may)
+
+
 class TestReadOnly:
     @pytest.fixture
     def read_only(self, store: TenantStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TenantStore:
         """As seen by a user who may only read. The tests may run as root, whom permissions do not stop: so the system's
         answer is changed, and not the permissions."""
         store.close()
-        access = os.access
-        inside = str(folder)
-
-        def may(path: Any, mode: int, **options: Any) -> bool:
-            return access(path, mode, **options) and not (mode & os.W_OK and str(path).startswith(inside))
-
-        monkeypatch.setattr(os, "access", may)
+        no_writing(folder, monkeypatch)
         return opened(folder)
 
     def test_can_be_read(self, read_only: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,20 +119,14 @@ class TestReadOnly:
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"} == before
 
     def test_cannot_be_written_and_says_so(self, read_only: TenantStore, folder: Path) -> None:
-        uses: list[Callable[[], Any]] = [
-            lambda: put(read_only, 3),
-            lambda: read_only.delete([key(1)]),
-            lambda: read_only.release(["text 1"]),
-            lambda: read_only.chunk_store.set_limit(10**6),
-        ]
-        for use in uses:
+        changes: list[Callable[[], Any]] = [lambda: put(read_only, 3), lambda: read_only.delete([key(1)])]
+        changes += [lambda: read_only.release(["text 1"]), lambda: read_only.chunk_store.set_limit(10**6)]
+        for use in changes:
             with pytest.raises(StoreError, match="may only be read"):
                 use()
         assert is_intact(read_only, 1) and len(payload_files(folder)) == 2
 
-    def test_damage_is_a_miss_and_stays(
-        self, read_only: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_damage_is_a_miss_and_stays(self, read_only: TenantStore, folder: Path, caplog: Any) -> None:
         path_of(folder, 1).write_bytes(b"garbage")
         assert read_only.get(key(1)) is None and "could not be removed" in caplog.text
         assert path_of(folder, 1).exists() and is_intact(read_only, 2)
@@ -155,17 +138,14 @@ class TestReadOnly:
         store.close()
         mounted = tmp_path / "mounted"
         mounted.symlink_to(folder, target_is_directory=True)  # one machine writes by one path, another reads by this
-        access, connect = os.access, sqlite3.connect
-
-        def may(path: Any, mode: int, **options: Any) -> bool:
-            return access(path, mode, **options) and not (mode & os.W_OK and str(path).startswith(str(mounted)))
+        no_writing(mounted, monkeypatch)
+        connect = sqlite3.connect
 
         def connected(name: str, **options: Any) -> sqlite3.Connection:
             if str(mounted) in name and "immutable=1" not in name:
                 raise sqlite3.OperationalError("unable to open database file")
             return connect(name, **options)
 
-        monkeypatch.setattr(os, "access", may)
         monkeypatch.setattr(sqlite3, "connect", connected)
         reader, writer = opened(mounted), opened(folder)
         assert key(1) in reader and key(3) not in reader

@@ -73,19 +73,16 @@ class TestReadingAndWriting:
             assert got is not None and got.codec == codec == store.codec_of(key(1))
             assert torch.equal(got.tensor(), kv(1).to(getattr(torch, codec)))
 
-    def test_what_was_put_cannot_be_changed_from_outside(self, store: TenantStore) -> None:
+    def test_what_was_put_and_what_is_got_share_no_memory(self, store: TenantStore) -> None:
         written = kv(1)
         store.put(key(1), written, "float32")
         written.zero_()
-        assert is_intact(store, 1)
-
-    def test_what_was_got_is_the_callers_own(self, store: TenantStore) -> None:
-        put(store, 1)
         for _ in range(2):
+            assert is_intact(store, 1)
             got = store.get(key(1))
             assert got is not None
             got.tensor().zero_()
-            assert is_intact(store, 1)
+        assert is_intact(store, 1)
 
     def test_delete(self, store: TenantStore) -> None:
         put(store, 1, 2)
@@ -125,22 +122,15 @@ class TestReadingAndWriting:
 
 
 class TestEviction:
-    def test_keys_least_recently_used_first(self, store: TenantStore) -> None:
+    def test_keys_least_recently_used_first(self, store: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
         put(store, 1, 2, 3)
         assert store.keys() == [key(1), key(2), key(3)]
         store.get(key(1))
         assert key(2) in store  # asking is not using
         assert store.keys() == [key(2), key(3), key(1)]
+        monkeypatch.setattr("time.time", lambda: 0.0)  # a clock that is set back changes nothing
         put(store, 2)
         assert store.keys() == [key(3), key(1), key(2)]
-
-    def test_a_clock_that_is_set_back_changes_nothing(
-        self, store: TenantStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        put(store, 1)
-        monkeypatch.setattr("time.time", lambda: 0.0)
-        put(store, 2)
-        assert store.keys() == [key(1), key(2)]
 
     def test_least_recently_used_is_evicted(self, kind: Kind) -> None:
         store = kind.open(3 * kind.bytes_of())
@@ -200,12 +190,9 @@ class TestEviction:
         assert is_intact(store, 1) and evictions(store) == 0
 
     def test_negative_limits_are_refused(self, kind: Kind, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="max_bytes"):
-            kind.open(-1)
-        with pytest.raises(ConfigurationError, match="max_bytes"):
-            ChunkStore.open(tmp_path, None, memory_bytes=-1)
         store = kind.open().chunk_store
-        for refused in (lambda: store.set_limit(-1), lambda: store.set_quota("t", -1)):
+        changes: list[Callable[[], object]] = [lambda: store.set_limit(-1), lambda: store.set_quota("t", -1)]
+        for refused in (lambda: kind.open(-1), lambda: ChunkStore.open(tmp_path, None, memory_bytes=-1), *changes):
             with pytest.raises(ConfigurationError, match="max_bytes"):
                 refused()
 
@@ -235,6 +222,15 @@ class TestEviction:
         assert totals_are_right(store)
 
 
+def announced(store: TenantStore) -> tuple[int, int]:
+    """A write of two blocks under way: its number, and what it evicted."""
+    writes = store.chunk_store.writes
+    assert writes.writer is not None
+    number, evicted = store.catalog.announcements.reserve("t", key(9), 2 * BLOCK, writes.writer.name, writes.evict)
+    assert number is not None
+    return number, evicted
+
+
 class TestLimit:
     def test_a_second_store_keeps_the_recorded_limit(self, tmp_path: Path) -> None:
         """One command sets it; others, which name none, must not grow the store beyond it."""
@@ -253,6 +249,9 @@ class TestLimit:
         assert store.chunk_store.stats().max_bytes is None
         put(store, 2, 3, 4)
         assert store.stats().entries == 4 and opened(tmp_path).chunk_store.limit is None
+        lower = opened(tmp_path, 3 * BLOCK)
+        put(lower, 9)
+        assert lower.keys() == [key(3), key(4), key(9)] and bytes_on_disk(tmp_path) == 3 * BLOCK, "at the first write"
 
     def test_lowering_the_limit_evicts(self, kind: Kind) -> None:
         store = kind.open()
@@ -266,19 +265,11 @@ class TestLimit:
         put(store, *range(6))
         assert store.stats().entries == 6
 
-    def test_opening_with_a_lower_limit_evicts_at_the_first_write(self, tmp_path: Path) -> None:
-        put(opened(tmp_path), *range(6))
-        store = opened(tmp_path, 3 * BLOCK)
-        put(store, 9)
-        assert store.keys() == [key(4), key(5), key(9)] and bytes_on_disk(tmp_path) == 3 * BLOCK
-
     def test_announced_writes_count(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 3 * BLOCK), opened(tmp_path)
         put(store, 1, 2, 3)
-        number, evicted = other.catalog.announcements.reserve(
-            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
-        )
-        assert number is not None and evicted == 2
+        number, evicted = announced(other)
+        assert evicted == 2
         assert store.stats().bytes == 3 * BLOCK and store.stats().entries == 1
         put(store, 4)
         assert store.keys() == [key(4)] and store.stats().bytes == 3 * BLOCK
@@ -288,32 +279,22 @@ class TestLimit:
     def test_a_writer_waits_for_room_that_others_have_announced(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(other, 1)
-        number, _ = other.catalog.announcements.reserve(
-            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
-        )
-        assert number is not None
-        done = threading.Event()
-
-        def write() -> None:
-            put(store, 2)
-            done.set()
-
-        writer = threading.Thread(target=write)
+        number, _ = announced(other)
+        writer = threading.Thread(target=put, args=(store, 2))
         writer.start()
         try:
-            assert not done.wait(0.3) and list(store.chunk_store.tiers.list()) == []
+            writer.join(0.3)
+            assert writer.is_alive() and list(store.chunk_store.tiers.list()) == []
         finally:
             other.catalog.announcements.abandon(number)
             writer.join(10)
-        assert done.is_set() and is_intact(store, 2)
+        assert not writer.is_alive() and is_intact(store, 2)
 
     def test_waiting_for_room_ends_with_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cacheclip_rag.store.writes._WAIT_S", 0.1)
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(store, 1)
-        assert other.catalog.announcements.reserve(
-            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
-        )[0]
+        announced(other)
         with pytest.raises(StoreError, match="other writers have announced"):
             put(store, 2)
 
@@ -326,13 +307,16 @@ class TestLimit:
         assert is_intact(store, 1, tokens=30_000) and store.keys() == [key(1)]
 
 
+Both = tuple[TenantStore, TenantStore]
+
+
 class TestTenants:
     @pytest.fixture
-    def both(self, kind: Kind) -> tuple[TenantStore, TenantStore]:
+    def both(self, kind: Kind) -> Both:
         store = kind.open()
         return store, TenantStore(store.chunk_store, "u")
 
-    def test_eviction_for_a_quota_is_within_the_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
+    def test_eviction_for_a_quota_is_within_the_tenant(self, kind: Kind, both: Both) -> None:
         ours, theirs = both
         put(theirs, *range(3))
         put(ours, *range(4))
@@ -358,7 +342,7 @@ class TestTenants:
         assert flood.keys()[-1] == key(119, "flood")
         assert store.stats().bytes == 100 * kind.bytes_of() and totals_are_right(store)
 
-    def test_dropping_a_tenant(self, both: tuple[TenantStore, TenantStore]) -> None:
+    def test_dropping_a_tenant(self, both: Both) -> None:
         ours, theirs = both
         for tenant in both:
             put(tenant, 1, 2)
@@ -375,9 +359,7 @@ class TestTenants:
         for table, left in (("texts", 1), ("sources", 1), ("quotas", 0)):
             assert len(ours.catalog.database.query(f"SELECT * FROM {table}")) == left
 
-    def test_not_there_and_not_yours_ask_the_same(
-        self, both: tuple[TenantStore, TenantStore], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_not_there_and_not_yours_ask_the_same(self, both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
         """The queries, and so the time, do not tell that another tenant stores a text."""
         ours, theirs = both
         put(theirs, 1)
@@ -496,12 +478,9 @@ class TestMemoryTier:
         store, other = self.tiered(tmp_path, None), opened(tmp_path)
         put(store, 1)
         assert is_intact(store, 1) and self.memory(store) == [key(1)]
-        if how == "released":
-            assert other.release(["text 1"]) == 1
-        elif how == "dropped":
-            assert other.chunk_store.drop_tenant("t") == 1
-        else:
-            assert other.chunk_store.set_limit(1) == 1
+        whole = other.chunk_store
+        others = {"dropped": lambda: whole.drop_tenant("t"), "evicted": lambda: whole.set_limit(1)}
+        assert {"released": lambda: other.release(["text 1"]), **others}[how]() == 1
         assert store.get(key(1)) is None and self.memory(store) == []
 
 

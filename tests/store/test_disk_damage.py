@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import xxhash
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import DiskBackend, TenantStore
 from cacheclip_rag.store.tenant import ReadBuffer
-from tests.store.samples import is_intact, key, kv, opened, path_of, put, run, totals_are_right
+from tests.store.samples import is_intact, key, kv, opened, path_of, put, remove_catalog, run, totals_are_right
 
 
 @pytest.fixture
@@ -27,20 +28,25 @@ def first(store: TenantStore, folder: Path) -> Path:
     return path_of(folder, 1)
 
 
-def with_header(content: bytes, change: Callable[[dict[str, object]], None]) -> bytes:
-    """A frame with another header, and the right checksum for it: written by a program, not by an accident."""
-    header = json.loads(content[24 : 24 + struct.unpack_from("<8sIIQ", content)[2]])
-    change(header)
-    return with_text(content, json.dumps(header).encode())
+Change = Callable[[bytes, bytes], bytes]
+
+
+def header(**fields: object) -> Change:
+    """Other fields of the header, or without them, and the right checksum: of a program, not of an accident."""
+
+    def change(content: bytes, other: bytes) -> bytes:
+        own = {**json.loads(content[24 : 24 + struct.unpack_from("<8sIIQ", content)[2]]), **fields}
+        return with_text(content, json.dumps({name: each for name, each in own.items() if each is not None}).encode())
+
+    return change
 
 
 def with_text(content: bytes, text: bytes) -> bytes:
     """A frame with another text as its header, and the right checksum for it."""
     magic, version, length, _ = struct.unpack_from("<8sIIQ", content)
     text = text.ljust(length)
-    return (
-        struct.pack("<8sIIQ", magic, version, len(text), xxhash.xxh3_64_intdigest(text)) + text + content[24 + length :]
-    )
+    start = struct.pack("<8sIIQ", magic, version, len(text), xxhash.xxh3_64_intdigest(text))
+    return start + text + content[24 + length :]
 
 
 def flip(content: bytes, position: int) -> bytes:
@@ -49,7 +55,7 @@ def flip(content: bytes, position: int) -> bytes:
     return bytes(changed)
 
 
-DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+DAMAGE: dict[str, Change] = {
     "truncated": lambda content, other: content[:-5],
     "cut in the header": lambda content, other: content[:60],
     "cut in the preamble": lambda content, other: content[:20],
@@ -62,51 +68,38 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
     "of another key": lambda content, other: other,
     "appended": lambda content, other: content + b"tail",
     "another magic": lambda content, other: b"safetens" + content[8:],
-    "unknown codec": lambda content, other: with_header(content, lambda header: header.update(codec="int3")),
-    "other shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2, 2, 8, 1])),
-    "fewer layers": lambda content, other: with_header(content, lambda header: header.update(shape=[1, 2, 4, 4, 4])),
-    "other layers": lambda content, other: with_header(
-        content, lambda header: header.update(layers=[[4, 4, 4], [4, 4, 2]])
-    ),
-    "fewer layers than the shape": lambda content, other: with_header(
-        content, lambda header: header.update(layers=[[4, 4, 4]])
-    ),
-    "layers without keys": lambda content, other: with_header(
-        content, lambda header: header.update(layers=[[4, 0, 4], [4, 4, 4]])
-    ),
-    "layers of text": lambda content, other: with_header(content, lambda header: header.update(layers="ab")),
-    "shape of text": lambda content, other: with_header(content, lambda header: header.update(shape="abcde")),
+    "unknown codec": header(codec="int3"),
+    "other shape": header(shape=[2, 2, 2, 2, 8, 1]),
+    "fewer layers": header(shape=[1, 2, 4, 4, 4]),
+    "other layers": header(layers=[[4, 4, 4], [4, 4, 2]]),
+    "fewer layers than the shape": header(layers=[[4, 4, 4]]),
+    "layers without keys": header(layers=[[4, 0, 4], [4, 4, 4]]),
+    "layers of text": header(layers="ab"),
+    "shape of text": header(shape="abcde"),
     "nested too deeply": lambda content, other: with_text(content, b"[" * 100_000),
     "a number without end": lambda content, other: with_text(content, b'{"shape": 1' + b"0" * 50_000 + b"}"),
     "no object": lambda content, other: with_text(content, b"[1]"),
-    "namespace of numbers": lambda content, other: with_header(content, lambda header: header.update(namespace=[1])),
-    "half a character": lambda content, other: with_header(content, lambda header: header.update(namespace="\ud800")),
-    "short digest": lambda content, other: with_header(content, lambda header: header.update(digest="00")),
-    "digest of numbers": lambda content, other: with_header(content, lambda header: header.update(digest=[0])),
-    "row of another text": lambda content, other: with_header(content, lambda header: header.update(text="00" * 64)),
-    "checksums of numbers": lambda content, other: with_header(content, lambda header: header.update(checksums=[1, 2])),
-    "checksums of other heads": lambda content, other: with_header(content, lambda header: header.update(heads=["00"])),
-    "heads of numbers": lambda content, other: with_header(content, lambda header: header.update(heads=[1, 2])),
-    "a codec of lists": lambda content, other: with_header(content, lambda header: header.update(codec=[["int8"]])),
-    "huge shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2**70, 9, 9])),
-    "header without a key": lambda content, other: with_header(content, lambda header: header.pop("key") and None),
+    "namespace of numbers": header(namespace=[1]),
+    "half a character": header(namespace="\ud800"),
+    "short digest": header(digest="00"),
+    "digest of numbers": header(digest=[0]),
+    "row of another text": header(text="00" * 64),
+    "checksums of numbers": header(checksums=[1, 2]),
+    "checksums of other heads": header(heads=["00"]),
+    "heads of numbers": header(heads=[1, 2]),
+    "a codec of lists": header(codec=[["int8"]]),
+    "huge shape": header(shape=[2, 2, 2**70, 9, 9]),
+    "header without a key": header(key=None),
 }
 
 
 class TestDamage:
-    @pytest.mark.parametrize(
-        ("damage", "reopened"), [(damage, bool(n % 2)) for n, damage in enumerate(DAMAGE.values())], ids=DAMAGE.keys()
-    )
+    @pytest.mark.parametrize("kind", DAMAGE)
     def test_is_a_miss_with_one_warning_and_removed(
-        self,
-        store: TenantStore,
-        folder: Path,
-        damage: Callable[[bytes, bytes], bytes],
-        reopened: bool,
-        caplog: pytest.LogCaptureFixture,
+        self, store: TenantStore, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        path_of(folder, 1).write_bytes(damage(path_of(folder, 1).read_bytes(), path_of(folder, 2).read_bytes()))
-        if reopened:
+        path_of(folder, 1).write_bytes(DAMAGE[kind](path_of(folder, 1).read_bytes(), path_of(folder, 2).read_bytes()))
+        if [*DAMAGE].index(kind) % 2:
             store.close()
             store = opened(folder)
         with caplog.at_level(logging.WARNING, logger="cacheclip_rag"):
@@ -127,9 +120,7 @@ class TestDamage:
         assert store.codec_of(key(1)) == "float32" and first.exists()
         assert store.get(key(1)) is None and store.codec_of(key(1)) is None
 
-    def test_entry_without_payload_is_a_miss(
-        self, store: TenantStore, first: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_entry_without_payload_is_a_miss(self, store: TenantStore, first: Path, caplog: Any) -> None:
         first.unlink()
         with caplog.at_level(logging.WARNING, logger="cacheclip_rag"):
             assert store.get(key(1)) is None
@@ -137,14 +128,7 @@ class TestDamage:
         assert store.keys() == [key(2)] and key(1) not in store and totals_are_right(store)
 
     @pytest.mark.parametrize(
-        "error",
-        [
-            OSError(5, "Input/output error"),
-            PermissionError(13, "denied"),
-            OSError(24, "Too many open files"),
-            MemoryError(),
-        ],
-        ids=["broken disk", "denied", "out of handles", "out of memory"],
+        "error", [OSError(5, "disk"), PermissionError(13), OSError(24, "files"), MemoryError()], ids=repr
     )
     def test_trouble_while_reading_loses_nothing(
         self, store: TenantStore, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -167,11 +151,8 @@ class TestDamage:
 
         with monkeypatch.context() as patch:
             patch.setattr(DiskBackend, "delete", denied)
-            for use in (
-                lambda: store.release(["text 1"]),
-                lambda: store.chunk_store.drop_tenant("t"),
-                lambda: store.chunk_store.set_limit(1),
-            ):
+            whole = store.chunk_store
+            for use in (lambda: store.release(["text 1"]), lambda: whole.drop_tenant("t"), lambda: whole.set_limit(1)):
                 with pytest.raises(StoreError, match="denied"):
                     use()
         assert store.stats().entries == 2 and totals_are_right(store)
@@ -179,39 +160,7 @@ class TestDamage:
         assert is_intact(store, 1)
 
 
-def make_sparse(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content)
-    os.truncate(path, 10**12)
-
-
-def make_sparse_within_memory(path: Path) -> None:
-    os.truncate(path, 2 * 10**9)
-
-
-def make_link(path: Path) -> None:
-    target = path.with_name("elsewhere")
-    path.rename(target)  # an intact payload, but a link may lead anywhere
-    path.symlink_to(target)
-
-
-def make_dangling_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-def make_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def make_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def make_socket(path: Path) -> None:
-    path.unlink()
+def bind_socket(path: Path) -> None:
     before = os.getcwd()
     os.chdir(path.parent)  # the whole path is too long for a socket
     try:
@@ -221,29 +170,37 @@ def make_socket(path: Path) -> None:
         os.chdir(before)
 
 
-def make_empty(path: Path) -> None:
-    path.write_bytes(b"")
+def sparse(num_bytes: int) -> Callable[[Path, bytes], object]:
+    return lambda path, data: (path.write_bytes(data), os.truncate(path, num_bytes))
 
 
-STRANGE = [
-    make_fifo,
-    make_socket,
-    make_link,
-    make_dangling_link,
-    make_folder,
-    make_sparse,
-    make_sparse_within_memory,
-    make_empty,
-]
+STRANGE: dict[str, Callable[[Path, bytes], object]] = {
+    "pipe": lambda path, data: os.mkfifo(path),
+    "socket": lambda path, data: bind_socket(path),
+    # an intact payload, but a link may lead anywhere
+    "link": lambda path, data: ((target := path.with_name("elsewhere")).write_bytes(data), path.symlink_to(target)),
+    "link to nothing": lambda path, data: path.symlink_to("nowhere"),
+    "folder": lambda path, data: path.mkdir(),
+    "a terabyte": sparse(10**12),
+    "within memory": sparse(2 * 10**9),
+    "empty": lambda path, data: path.write_bytes(b""),
+}
+
+
+def replace(path: Path, kind: str) -> None:
+    """By something that is no payload."""
+    data = path.read_bytes()
+    path.unlink()
+    STRANGE[kind](path, data)
 
 
 class TestNoFile:
-    @pytest.mark.parametrize("change", STRANGE)
+    @pytest.mark.parametrize("kind", STRANGE)
     def test_in_place_of_a_payload_is_a_miss_and_goes(
-        self, store: TenantStore, first: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+        self, store: TenantStore, first: Path, kind: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         """No waiting for a pipe's writer, no link out of the store, no memory for a file of a terabyte."""
-        change(first)
+        replace(first, kind)
         got: list[object] = []
         reading = threading.Thread(target=lambda: got.append(store.get(key(1))), daemon=True)
         reading.start()
@@ -251,22 +208,19 @@ class TestNoFile:
         assert got == [None], "reading must not wait"
         assert [record.levelname for record in caplog.records].count("WARNING") >= 1 and key(1)[:12] in caplog.text
         assert is_intact(store, 2)
-        if change is make_folder:  # a folder is not the store's to remove
+        if kind == "folder":  # a folder is not the store's to remove
             assert first.is_dir() and store.codec_of(key(1)) is None
             return
         assert not os.path.lexists(first) and key(1) not in store and totals_are_right(store)
         put(store, 1)
         assert is_intact(store, 1)
 
-    @pytest.mark.parametrize("change", STRANGE)
-    def test_listing_and_opening_do_not_wait_for_it(
-        self, store: TenantStore, first: Path, folder: Path, change: Callable[[Path], None]
-    ) -> None:
+    @pytest.mark.parametrize("kind", STRANGE)
+    def test_opening_does_not_wait_for_it(self, store: TenantStore, first: Path, folder: Path, kind: str) -> None:
         """Even if the catalog is missing, so that every payload's header is read."""
-        change(first)
+        replace(first, kind)
         store.close()
-        for file in folder.glob("catalog.sqlite3*"):
-            file.unlink()
+        remove_catalog(folder)
         done: list[int] = []
         opening = threading.Thread(target=lambda: done.append(opened(folder).stats().entries), daemon=True)
         opening.start()

@@ -25,7 +25,20 @@ from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
 from cacheclip_rag.store.ahead import LayerReads
 from tests.conftest import some_of
-from tests.store.samples import clear, collect_garbage, frame, is_intact, key, kv, opened, path_of, put, repair, verify
+from tests.store.samples import (
+    change,
+    clear,
+    collect_garbage,
+    frame,
+    is_intact,
+    key,
+    kv,
+    opened,
+    path_of,
+    put,
+    repair,
+    verify,
+)
 
 PLACES = ["kv", "kv/ab", "tmp", "writers", "unknown", "chunks"]
 """Folders of a store."""
@@ -120,13 +133,9 @@ class TestLinks:
     )
     def test_in_place_of_a_database(self, folder: Path, outside: Path, name: str, ending: str, kind: str) -> None:
         """An empty file would become a catalog; what is missing would be made."""
-        victim = outside / "victim"
-        if kind == "empty":
-            victim.write_bytes(b"")
-        elif kind == "text":
-            victim.write_bytes(b"precious")
-        elif kind == "catalog":
-            victim.write_bytes((folder / "catalog.sqlite3").read_bytes())
+        victim, catalog = outside / "victim", (folder / "catalog.sqlite3").read_bytes()
+        if kind != "nothing":
+            victim.write_bytes({"empty": b"", "text": b"precious", "catalog": catalog}[kind])
         before = contents(outside)
         link = folder / f"{name}{ending}"
         link.unlink(missing_ok=True)
@@ -211,16 +220,12 @@ class TestLinks:
         assert is_intact(store, 3) and is_intact(store, 1) == (place != "kv")
 
 
+BESIDE_DATABASES = [f"{name}.sqlite3-{end}" for name in ("catalog", "library") for end in ("wal", "shm", "journal")]
+
+
 class TestNoFiles:
     @pytest.mark.some(3)
-    @pytest.mark.parametrize(
-        "place",
-        [
-            f"writers/{'0' * 32}",
-            f"tmp/{'0' * 32}-abcd",
-            *(f"{name}.sqlite3-{end}" for name in ("catalog", "library") for end in ("wal", "shm", "journal")),
-        ],
-    )
+    @pytest.mark.parametrize("place", [f"writers/{'0' * 32}", f"tmp/{'0' * 32}-abcd", *BESIDE_DATABASES])
     @pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir])
     def test_in_place_of_a_file(self, folder: Path, place: str, kind: Callable[[Any], None]) -> None:
         kind(folder / place)
@@ -244,13 +249,6 @@ class TestNoFiles:
             os.mknod(path_of(folder, 1), 0o20666, os.makedev(1, 5))  # zeros without end
         assert opened(folder).get(key(1)) is None
         use_everything(folder)
-
-
-def change(folder: Path, *statements: str) -> None:
-    connection = sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)
-    for statement in statements:
-        connection.executescript(statement)
-    connection.close()
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
@@ -285,13 +283,9 @@ class TestCatalogs:
         beside = [tmp_path / "x-1", folder / "x-1", tmp_path / "x", folder / "tmp" / "x-1"]
         for path in beside:
             path.write_bytes(b"precious")
-        connection = sqlite3.connect(folder / "catalog.sqlite3")
-        with connection:
-            sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, 't', 1, ?)"
-            connection.executemany(
-                sql, [(key(9), writer), (f"-{key(9)}", writer), ("../../x", writer), (b"\xff", writer)]
-            )
-        connection.close()
+        names = (key(9), f"-{key(9)}", "../../x", b"\xff")
+        sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, 't', 1, ?)"
+        change(folder, sql, rows=[(name, writer) for name in names])
         store = opened(folder)
         assert is_intact(store, 1) and store.chunk_store.sweep() == 0
         assert collect_garbage(folder)["payloads"] == 0
@@ -302,22 +296,16 @@ class TestCatalogs:
     @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "x" * 5000, "\x00", "A" * 64, "*" * 64])
     def test_names_of_entries_are_no_paths(self, folder: Path, tmp_path: Path, name: str) -> None:
         (tmp_path / "x.kv").write_bytes(b"precious")
-        connection = sqlite3.connect(folder / "catalog.sqlite3")
-        with connection:
-            values = (name, "t", None, 4096, 1, "float32", 0)
-            connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-        connection.close()
+        row = (name, "t", None, 4096, 1, "float32", 0)
+        change(folder, "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", rows=[row])
         use_everything(folder)
         assert (tmp_path / "x.kv").read_bytes() == b"precious"
 
     def test_many_rows_hold_nobody_up(self, folder: Path) -> None:
         """Tenants that hold nothing are not gone through one by one."""
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 10000) INSERT INTO"
-        change(
-            folder,
-            f"{numbers} quotas SELECT 'q' || i, 5 FROM n;",
-            f"{numbers} writes SELECT i, 'k', 't', 0, hex(i) FROM n;",
-        )
+        change(folder, f"{numbers} quotas SELECT 'q' || i, 5 FROM n;")
+        change(folder, f"{numbers} writes SELECT i, 'k', 't', 0, hex(i) FROM n;")
         asked: list[str] = []
         store = ChunkStore.open(folder)
         store.catalog.database._open().set_trace_callback(asked.append)
@@ -354,11 +342,9 @@ class TestCatalogs:
         store = opened(folder)
         store.index.add([text])
         assert store.index.find(text[30:200])
-        with sqlite3.connect(folder / "catalog.sqlite3") as connection:
-            packer = zlib.compressobj(9)
-            packed = b"".join([packer.compress(bytes(10**6)) for _ in range(size // 10**6)]) + packer.flush()
-            connection.execute("UPDATE contents SET text = ?", (packed,))
-        connection.close()
+        packer = zlib.compressobj(9)
+        packed = b"".join([packer.compress(bytes(10**6)) for _ in range(size // 10**6)]) + packer.flush()
+        change(folder, "UPDATE contents SET text = ?", rows=[(packed,)])
         assert len([*store.index.texts()]) == (size < 1 << 24)
         store.index.find(text[30:200])
         repair(folder)
@@ -378,9 +364,7 @@ class TestShapes:
         "shape", [(2, 2, 2, 5, 4), (2, 2, 2, 3, 4), (1, 2, 2, 4, 4), (2, 2, 1, 4, 8), (2, 2, 2, 4, 8)]
     )
     @pytest.mark.parametrize("in_parts", [False, True])
-    def test_another_shape_than_the_models_is_damage(
-        self, folder: Path, shape: tuple[int, ...], in_parts: bool
-    ) -> None:
+    def test_another_shape_than_the_models_is_damage(self, folder: Path, shape: Any, in_parts: bool) -> None:
         store, wanted = opened(folder), {key(1): (2, 2, 2, 4, 4)}
         path_of(folder, 1).write_bytes(encode_frame(torch.zeros(shape), "float32", key(1), namespace="t"))
         if in_parts:
@@ -402,10 +386,9 @@ class TestShapes:
         expected = engine.generate(prompt)
         assert expected.stats.hits == 3
         engine.close()
-        path = next(
-            path for path in tmp_path.glob("kv/*/*.kv") if decode_frame(path.read_bytes(), path.stem).frame.digest
-        )
-        kv = (stored := decode_frame(path.read_bytes(), path.stem)).tensor()
+        frames = {path: decode_frame(path.read_bytes(), path.stem) for path in tmp_path.glob("kv/*/*.kv")}
+        path, stored = next((path, each) for path, each in frames.items() if each.frame.digest)
+        kv = stored.tensor()
         other = {"shorter": kv[:, :, :, 1:], "wider": torch.cat([kv, kv], -1), "fewer layers": kv.repeat(2, 1, 1, 1, 1)}
         header = {"namespace": "default", "digest": stored.frame.digest, "text": stored.frame.text}
         path.write_bytes(encode_frame(other[of], stored.codec, path.stem, **header))  # type: ignore[arg-type]
@@ -414,14 +397,11 @@ class TestShapes:
             answer = engine.generate(prompt)
             assert (answer.text, answer.stats.hits) == (expected.text, hits)
 
-    def test_no_memory_is_taken_for_what_the_model_cannot_have(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_memory_is_taken_for_what_the_model_cannot_have(self, folder: Path, monkeypatch: Any) -> None:
         huge = encode_frame(torch.zeros(2, 2, 2, 200_000, 4), "float32", key(1), namespace="t")
         path_of(folder, 1).write_bytes(huge)
         change(folder, f"UPDATE entries SET bytes = {len(huge)} WHERE key = '{key(1)}'")
         taken: list[int] = []
-        monkeypatch.setattr(
-            "cacheclip_rag.store.tenant.new_memory", lambda size: taken.append(size) or memoryview(bytearray(size))
-        )
+        take = lambda size: taken.append(size) or memoryview(bytearray(size))  # noqa: E731
+        monkeypatch.setattr("cacheclip_rag.store.tenant.new_memory", take)
         assert opened(folder).get(key(1), shape=(2, 2, 2, 4, 4)) is None and taken == []

@@ -26,6 +26,7 @@ from tests.store.samples import (
     path_of,
     payload_files,
     put,
+    remove_catalog,
     run,
     totals_are_right,
 )
@@ -101,8 +102,8 @@ class TestManyWriters:
 class TestKilled:
     """At one moment of a write, seen by the next process that opens the store."""
 
-    def die(self, folder: Path, patch: str, *, max_bytes: int | None = None) -> TenantStore:
-        """Entry 1 is there; the writer of entry 3 is killed where ``patch`` says."""
+    def die(self, folder: Path, patch: str, *, max_bytes: int | None = None, catalog: bool = True) -> TenantStore:
+        """Entry 1 is there; the writer of entry 3 is killed where ``patch`` says. ``catalog``: it stays."""
         put(opened(folder, max_bytes), 1)
         program = f"""
 def die(*arguments, **options):
@@ -114,6 +115,9 @@ put(store, 3)
         done = run(program)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert len(list((folder / "writers").iterdir())) >= 1
+        if not catalog:
+            assert len(list((folder / "tmp").iterdir())) == 1
+            remove_catalog(folder)
         return opened(folder)
 
     def test_before_the_payload_has_its_name(self, folder: Path) -> None:
@@ -141,27 +145,14 @@ put(store, 3)
 
     def test_while_it_evicts(self, folder: Path) -> None:
         """Payloads are deleted inside the transaction that is undone: their entries are misses, and then gone."""
-        patch = (
-            "tiers = store.chunk_store.tiers\ndelete = tiers.delete\ntiers.delete = lambda keys: (delete(keys), die())"
-        )
+        patch = "tiers = store.chunk_store.tiers\ndelete = tiers.delete\n"
+        patch += "tiers.delete = lambda keys: (delete(keys), die())"
         store = self.die(folder, patch, max_bytes=BLOCK)
         assert store.keys() == [key(1)] and payload_files(folder) == []
         assert store.get(key(1)) is None and agree(store, folder)
 
     def test_its_files_are_removed_though_the_catalog_is_gone(self, folder: Path) -> None:
-        put(opened(folder), 1)
-        program = f"""
-def die(*arguments, **options):
-    os.kill(os.getpid(), signal.SIGKILL)
-store = opened(Path({str(folder)!r}))
-os.replace = die
-put(store, 3)
-"""
-        assert run(program).returncode == -signal.SIGKILL
-        assert len(list((folder / "tmp").iterdir())) == 1
-        for file in folder.glob("catalog.sqlite3*"):
-            file.unlink()
-        store = opened(folder)
+        store = self.die(folder, "os.replace = die", catalog=False)
         assert not list((folder / "tmp").iterdir()) and agree(store, folder) and is_intact(store, 1)
 
     def test_temporary_file_of_an_unknown_writer(self, folder: Path) -> None:
@@ -198,12 +189,9 @@ class TestLivingWriters:
         store.catalog.announcements.abandon(number)
         assert agree(store, folder)
 
-    def test_a_writer_that_registers_during_a_sweep_is_not_dead(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_writer_that_registers_during_a_sweep_is_not_dead(self, folder: Path, monkeypatch: Any) -> None:
         put(opened(folder), 1)
-        sweeping = opened(folder)
-        begun: list[Path] = []
+        sweeping, newcomer, begun = opened(folder), opened(folder), list[Path]()
 
         def and_then_another_begins(look: Callable[[], Any]) -> Callable[[], Any]:
             def looked() -> Any:
@@ -214,7 +202,6 @@ class TestLivingWriters:
 
             return looked
 
-        newcomer = opened(folder)
         writer, catalog = sweeping.chunk_store.writes.writer, sweeping.catalog
         monkeypatch.setattr(writer, "names", and_then_another_begins(writer.names))  # type: ignore[union-attr]
         monkeypatch.setattr(catalog.announcements, "writers", and_then_another_begins(catalog.announcements.writers))
@@ -263,21 +250,20 @@ assert is_intact(store, 2) and is_intact(store, 3) and totals_are_right(store)
         assert len(store.catalog.announcements.writers()) == 1
 
 
+Both = tuple[TenantStore, TenantStore]
+
+
 class TestAtOnce:
     """What another process does between two steps of this one."""
 
     @pytest.fixture
-    def both(self, folder: Path) -> tuple[TenantStore, TenantStore]:
+    def both(self, folder: Path) -> Both:
         store = opened(folder)
         put(store, 1, 2)
         return store, opened(folder)
 
     def test_a_payload_that_was_replaced_by_a_larger_one_is_not_damaged(
-        self,
-        both: tuple[TenantStore, TenantStore],
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, both: Both, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its entry still says the older size."""
         reader, writer = both
@@ -293,7 +279,7 @@ class TestAtOnce:
         assert is_intact(reader, 1, tokens=600) and agree(reader, folder)
 
     def test_an_entry_that_was_evicted_and_written_again_while_it_was_read(
-        self, both: tuple[TenantStore, TenantStore], folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, both: Both, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reader, writer = both
         find = reader.chunk_store.tiers.find
@@ -311,7 +297,7 @@ class TestAtOnce:
 
     @pytest.mark.parametrize("how", ["delete", "release", "damaged", "drop"])
     def test_what_is_written_while_it_is_deleted_has_an_entry_or_no_payload(
-        self, both: tuple[TenantStore, TenantStore], folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+        self, both: Both, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
     ) -> None:
         deleting, writer = both
         if how == "damaged":

@@ -122,7 +122,7 @@ OPERATIONS = {
     "put again": Operation(lambda folder, store: put(store, 3, tokens=99), (1, 2, 3), (1, 2), least=20, tokens={3: 99}),
     "put and evict": Operation(lambda folder, store: put(store, 4), (4,), (), limited, least=20, forgets_texts=False),
     "delete": Operation(
-        lambda folder, store: store.delete([key(number, model) for number in (1, 2) for model in models(number)]),
+        lambda folder, store: store.delete([key(n, model) for n in (1, 2) for model in models(n)]),
         (3,),
         (3,),
         least=9,

@@ -83,9 +83,7 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
 WRITES: dict[str, Callable[[ChunkStore], Any]] = {
     "remove": lambda s: s.catalog.remove("t", [key(n, name) for n in TEXTS for name in "tu"]),
     "limits.set_quota": lambda s: s.catalog.limits.set_quota("t", 5),
-    "announcements.reserve": lambda s: s.catalog.announcements.abandon(
-        s.catalog.announcements.reserve("t", key(9), 4096, "0" * 32, s.writes.evict)[0] or 0
-    ),
+    "announcements.reserve": lambda s: s.catalog.announcements.reserve("t", key(9), 4096, "0" * 32, s.writes.evict),
     "announcements.drop": lambda s: s.catalog.announcements.drop("t"),
     "drop": lambda s: s.catalog.drop("t", s.writes.evict),
     "sources.add": lambda s: s.catalog.sources.add("t", "source 3", TEXTS[4], "document 0"),
@@ -191,58 +189,56 @@ def test_a_flood_of_equal_openings_hides_nothing_of_another(tmp_path: Path, floo
     assert [(match.start, match.stop) for match in index.find(f"{mine} End.")] == [(0, len(mine))]
 
 
-class TestManyKeys:
-    @pytest.mark.parametrize("count", [1, 2, 499, 500, 501, 999, 1000, 1501])
-    def test_each_of_a_query_is_found(self, count: int) -> None:
-        """Also the last of a batch and the first of the next."""
-        catalog, keys = Catalog(), [key(number) for number in range(count)]
-        for number, name in enumerate(keys):
-            catalog.record(Entry(name, "t", None, 4096 + number, 1, "float32"))
-        found = catalog.entries_of("t", keys)
-        assert [found[name].num_bytes for name in keys] == [4096 + number for number in range(count)]
-        assert catalog.entries_of("t", [key(10**6), *keys]) == found
+@pytest.mark.parametrize("count", [1, 2, 499, 500, 501, 999, 1000, 1501])
+def test_each_of_many_keys_is_found(count: int) -> None:
+    """Also the last of a batch and the first of the next."""
+    catalog, keys = Catalog(), [key(number) for number in range(count)]
+    for number, name in enumerate(keys):
+        catalog.record(Entry(name, "t", None, 4096 + number, 1, "float32"))
+    found = catalog.entries_of("t", keys)
+    assert [found[name].num_bytes for name in keys] == [4096 + number for number in range(count)]
+    assert catalog.entries_of("t", [key(10**6), *keys]) == found
 
 
-class TestWhoLosesWhat:
-    """Evictions compared with those of one entry at a time."""
+Held = dict[str, list[tuple[str, int]]]
 
-    def brute_force(
-        self, held: dict[str, list[tuple[str, int]]], limit: int, writing: str, size: int
-    ) -> dict[str, list[str]]:
-        """The tenant with the most bytes loses its least recently used entry until the write fits."""
-        left = {name: [*entries] for name, entries in held.items()}
 
-        def most(name: str) -> tuple[int, str]:
-            own = sum(size for _, size in left[name])
-            return own + (size if name == writing and own else 0), name
+def brute_force(held: Held, limit: int, writing: str, size: int) -> dict[str, list[str]]:
+    """The tenant with the most bytes loses its least recently used entry until the write fits."""
+    left = {name: [*entries] for name, entries in held.items()}
 
-        while sum(each for entries in left.values() for _, each in entries) + size > limit:
-            full = [name for name in left if left[name]]
-            if not full:
-                break
-            left[max(full, key=most)].pop(0)
-        return {name: [each for each, _ in entries] for name, entries in left.items()}
+    def most(name: str) -> tuple[int, str]:
+        own = sum(size for _, size in left[name])
+        return own + (size if name == writing and own else 0), name
 
-    def test_with_sizes_of_all_kinds(self) -> None:
-        for seed in range(60):
-            chance = random.Random(seed)
-            catalog, held, number = Catalog(), dict[str, list[tuple[str, int]]](), 0
-            for name in "abcd"[: chance.randrange(1, 5)]:
-                held[name] = []
-                for _ in range(chance.randrange(0, 14)):
-                    number, size = number + 1, chance.choice((1, 2, 3, 10, 40)) * 100
-                    held[name].append((key(number), size))
-                    catalog.record(Entry(key(number), name, None, size, 1, "float32"))
-            total = sum(size for entries in held.values() for _, size in entries)
-            limit, writing = chance.randrange(total // 3, total + 200), chance.choice("abcde")
-            size = min(limit, chance.choice((100, 1000, total // 2)))
-            catalog.limits.set_of_store(limit)
-            evicted: list[str] = []
-            with catalog.database.transaction() as run:
-                fits, count = make_room(run, writing, key(999), size, evicted.extend)
-            expected = self.brute_force(held, limit, writing, size)
-            assert {name: catalog.keys(name) for name in held} == expected, seed
-            assert fits and len(evicted) == count == number - sum(map(len, expected.values())), seed
+    while sum(each for entries in left.values() for _, each in entries) + size > limit:
+        full = [name for name in left if left[name]]
+        if not full:
+            break
+        left[max(full, key=most)].pop(0)
+    return {name: [each for each, _ in entries] for name, entries in left.items()}
+
+
+def test_evictions_are_those_of_one_entry_at_a_time() -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        catalog, held, number = Catalog(), Held(), 0
+        for name in "abcd"[: chance.randrange(1, 5)]:
+            held[name] = []
+            for _ in range(chance.randrange(0, 14)):
+                number, size = number + 1, chance.choice((1, 2, 3, 10, 40)) * 100
+                held[name].append((key(number), size))
+                catalog.record(Entry(key(number), name, None, size, 1, "float32"))
+        total = sum(size for entries in held.values() for _, size in entries)
+        limit, writing = chance.randrange(total // 3, total + 200), chance.choice("abcde")
+        size = min(limit, chance.choice((100, 1000, total // 2)))
+        catalog.limits.set_of_store(limit)
+        evicted: list[str] = []
+        with catalog.database.transaction() as run:
+            fits, count = make_room(run, writing, key(999), size, evicted.extend)
+        expected = brute_force(held, limit, writing, size)
+        assert {name: catalog.keys(name) for name in held} == expected, seed
+        assert fits and len(evicted) == count == number - sum(map(len, expected.values())), seed
 
 
 def test_a_text_that_is_stored_while_it_is_released_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.store.samples import (
     opened,
     path_of,
     put,
+    remove_catalog,
     repair,
     run,
     totals_are_right,
@@ -78,11 +80,6 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
     "gc without a catalog": lambda folder: (remove_catalog(folder), collect_garbage(folder)),
     "open after a kill": lambda folder: opened(folder).chunk_store.sweep(),
 }
-
-
-def remove_catalog(folder: Path) -> None:
-    for file in folder.glob("catalog.sqlite3*"):
-        file.unlink()
 
 
 def payloads(folder: Path) -> dict[str, bytes]:
@@ -143,18 +140,14 @@ class TestFaults:
         assert failed and (folder / name).read_bytes() == content and not [*folder.glob("*.damaged")]
         assert payloads(folder) == before and mend(folder) and [*folder.glob("*.damaged")], "it is damaged in truth"
 
-    def test_while_writing_are_errors_and_the_entry_is_recorded(self, folder: Path) -> None:
+    def test_while_writing_and_correcting_lose_no_entry(self, folder: Path) -> None:
         """What was written is known, also if it cannot be read at once."""
         store = opened(folder)
         with failing("read", ERRORS["EIO"], CALLS["read"]):
             put(store, 9)
-        assert is_intact(store, 9) and totals_are_right(store) and verify(folder).is_clean
-
-    def test_while_an_entry_is_corrected_leave_it(self, folder: Path) -> None:
-        store = opened(folder)
-        with failing("read", ERRORS["EIO"], CALLS["read"]):
             store._correct(key(1))
-        assert key(1) in store and is_intact(store, 1)
+        assert key(1) in store and is_intact(store, 1) and is_intact(store, 9)
+        assert totals_are_right(store) and verify(folder).is_clean
 
 
 def kill_between_payload_and_entry(folder: Path) -> None:
@@ -178,15 +171,11 @@ class TestOtherVersions:
         return written
 
     @pytest.mark.parametrize("catalog", [True, False])
-    def test_are_misses_and_stay(
-        self, folder: Path, older: bytes, catalog: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_are_misses_and_stay(self, folder: Path, older: bytes, catalog: bool, caplog: Any) -> None:
         if not catalog:
             remove_catalog(folder)
         store = opened(folder)
-        assert (
-            store.get(key(1)) is None and store.get(key(1)) is None and [*LayerReads(store).begin([key(1)])] == [None]
-        )
+        assert [store.get(key(1)), store.get(key(1)), *LayerReads(store).begin([key(1)])] == [None] * 3
         if catalog:
             warnings = [record for record in caplog.records if record.levelname == "WARNING"]
             assert len(warnings) == 1 and "format 99" in caplog.text
@@ -209,9 +198,13 @@ class TestOtherVersions:
         path_of(folder, 6).write_bytes(content)
         assert is_intact(opened(folder), 6)
 
-    def test_make_room_as_all_others(self, folder: Path, older: bytes) -> None:
-        assert ChunkStore.open(folder).drop_tenant("t") == 6
-        assert not payloads(folder)
+    def test_are_replaced_by_what_is_written_and_make_room(self, folder: Path, older: bytes) -> None:
+        """Else the store would never hold the chunk again."""
+        store = TenantStore(ChunkStore.open(folder), "t")
+        put(store, 1)
+        assert is_intact(store, 1)
+        path_of(folder, 1).write_bytes(older)
+        assert ChunkStore.open(folder).drop_tenant("t") == 6 and not payloads(folder)
 
     def test_have_entries_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two versions that answer from one store in turn compute a chunk once each, and rewrite nothing."""
@@ -235,9 +228,3 @@ class TestOtherVersions:
         """Else every store in use would be lost at an update."""
         found = keys.chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[2, 3], rope_pin="", namespace="t")
         assert found == "776e7592fc559980510c83cd50175b65d310b89337be0de5a0de01db1f5082b6"
-
-    def test_are_replaced_by_what_is_written(self, folder: Path, older: bytes) -> None:
-        """Else the store would never hold the chunk again."""
-        store = TenantStore(ChunkStore.open(folder), "t")
-        put(store, 1)
-        assert is_intact(store, 1)

@@ -20,7 +20,18 @@ import pytest
 import torch
 from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify
 from cacheclip_ingest import Library
-from store_entries import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
+from store_entries import (
+    bytes_on_disk,
+    change,
+    is_intact,
+    key,
+    kv,
+    opened,
+    path_of,
+    payload_files,
+    put,
+    totals_are_right,
+)
 from typing_extensions import Buffer
 
 from cacheclip_rag import ConfigurationError, StoreError
@@ -52,13 +63,6 @@ def intact(folder: Path, *numbers: int) -> bool:
     """Those entries of tenant t, or all five."""
     store = opened(folder)
     return all(is_intact(store, number) for number in numbers or range(1, 6))
-
-
-def change(folder: Path, *statements: str) -> None:
-    """The catalog, as another program may."""
-    with closing(sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)) as catalog:
-        for statement in statements:
-            catalog.execute(statement)
 
 
 def test_a_whole_store_is_clean_and_repair_changes_nothing(folder: Path) -> None:
