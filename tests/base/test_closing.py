@@ -31,9 +31,7 @@ def test_with_closes_whatever_has_close() -> None:
     assert {each for each in closed if not hasattr(each, "__enter__")} == {CatalogView}, "a protocol"
 
 
-def test_an_engine_is_closed_at_the_end_of_the_block_and_after_an_error(
-    tiny_models: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_engine_is_closed_at_the_end_of_the_block_and_after_an_error(tiny_models: Any, tmp_path: Path) -> None:
     class Closed(Observer):
         times = 0
 

@@ -26,15 +26,9 @@ def test_no_statement_runs_for_ever(database: Database, hurried: bool, monkeypat
         database.query(ENDLESS)
 
 
-def test_no_value_is_larger_than_the_limit(database: Database) -> None:
+def test_what_a_file_cannot_do(database: Database) -> None:
     with pytest.raises(StoreError, match="too big"):
         database.query(f"SELECT LENGTH(zeroblob({sqlite_file._MOST_BYTES + 1}))")
-
-
-def test_a_schema_calls_no_function_that_does_something(database: Database) -> None:
-    assert database.query("PRAGMA trusted_schema") == [(0,)]
-
-
-def test_text_that_is_not_utf_8_spoils_no_other_row(database: Database) -> None:
+    assert database.query("PRAGMA trusted_schema") == [(0,)], "a schema calls no function that does something"
     database.execute("INSERT INTO t VALUES ('whole'), (CAST(X'FF41' AS TEXT))")
-    assert database.query("SELECT x FROM t") == [("whole",), ("\ufffdA",)]
+    assert database.query("SELECT x FROM t") == [("whole",), ("\ufffdA",)], "text that is not UTF-8 spoils no other row"

@@ -157,10 +157,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         about.mkdir(parents=True)
         (folder / "guest_of_a_test.py").write_text(source)
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = [
-            f"[cacheclip.{group}]\n" + "".join(f"{k} = {v}\n" for k, v in own.items()) for group, own in groups.items()
-        ]
-        (about / "entry_points.txt").write_text("\n".join(lines))
+        with (about / "entry_points.txt").open("w") as file:
+            for group, own in groups.items():
+                print(f"[cacheclip.{group}]", *(f"{k} = {v}" for k, v in own.items()), sep="\n", file=file)
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
         module.guests.cache_clear()
@@ -195,13 +194,14 @@ def test_a_runtime_takes_names(install: Install) -> None:
         register_runtime("words", FakeRuntime)
 
 
+NO_LOADER = "expected a subclass of ModelLoader with matches and load, got <"
+
+
 @pytest.mark.parametrize(
     ("named", "why"),
     [
         (":GoneLoader", "AttributeError: .* no attribute 'GoneLoader'"),
-        ("", "expected a subclass of ModelLoader with matches and load, got <module"),
-        (":FakeRuntime", "expected a subclass of ModelLoader with matches and load, got <class"),
-        (":Unfinished", "expected a subclass of ModelLoader with matches and load, got <class"),
+        *(("", f"{NO_LOADER}module"), (":FakeRuntime", f"{NO_LOADER}class"), (":Unfinished", f"{NO_LOADER}class")),
         (":Failing", "KeyError: 'nothing'"),
     ],
 )
@@ -219,23 +219,14 @@ def test_a_runtime_that_cannot_be_used_is_left_out(
             check_name(name)
 
 
-def test_prompts_of_its_models_are_not_planned_for_another_process(install: Install, tmp_path: Path) -> None:
-    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:WordsLoader"})
-    planner = PlanningEngine(primary="a.words", auxiliary=None, method="epic", store=tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"expected a checkpoint of transformers, .*, got 'a\.words'"):
-        planner.plan("A question.")
-
-
-def test_a_runtime_says_what_it_cannot_do(install: Install) -> None:
+def test_a_runtime_says_what_it_cannot_do(install: Install, tmp_path: Path) -> None:
+    """Its prompts are not planned for another process."""
     install(source=RUNTIME, runtimes={"words": "guest_of_a_test:Blind"})
     with pytest.raises(ConfigurationError, match=r"what runs 'a\.words' does not show it"):
         _ = CacheClipEngine(primary="a.words", auxiliary="a.words").auxiliary
-
-
-def test_a_method_of_another_name_is_refused(install: Install) -> None:
-    install(methods={"other": "guest_of_a_test:ALL"})
-    with pytest.raises(ConfigurationError, match="expected a Method with the name 'other'"):
-        preset("other")
+    planner = PlanningEngine(primary="a.words", auxiliary=None, method="epic", store=tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"expected a checkpoint of transformers, .*, got 'a\.words'"):
+        planner.plan("A question.")
 
 
 def test_an_observer_sees_answers(install: Install, tiny_models: dict[str, str]) -> None:
@@ -248,9 +239,7 @@ def test_an_observer_sees_answers(install: Install, tiny_models: dict[str, str])
     assert type(observer) not in map(type, others), "it wanted none for this engine"
 
 
-def test_an_observer_sees_plans_for_another_process(
-    install: Install, tiny_models: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_observer_sees_plans_for_another_process(install: Install, tiny_models: Any, tmp_path: Path) -> None:
     """What it says of a plan counts as in an engine with the weights."""
     options: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": None, "store": tmp_path, "method": "epic"}
     CacheClipEngine(**options).precompute(CHUNKS)
@@ -296,12 +285,10 @@ def test_what_is_needed_and_cannot_be_used_is_named(
 def test_what_measures_is_named(install: Install, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheclip_rag.answering.ratios.MEASUREMENTS", "cacheclip.measures")
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic", recompute_ratio="auto")
-    for named, why in (
-        ("", "expected a subclass of RatioChooser, got <module"),
-        (":wrong", "expected a subclass of RatioChooser, got <function wrong"),
-    ):
-        install(f"measuring{len(named)}", measures={"ratios": f"guest_of_a_test{named}"})
-        with pytest.raises(ConfigurationError, match=rf"cannot use 'ratios' .* of measuring{len(named)} 1\.0.*{why}"):
+    for name, named, kind in (("one", "", "module"), ("two", ":wrong", "function wrong")):
+        install(name, measures={"ratios": f"guest_of_a_test{named}"})
+        why = f"expected a subclass of RatioChooser, got <{kind}"
+        with pytest.raises(ConfigurationError, match=rf"cannot use 'ratios' .* of {name} 1\.0.*{why}"):
             engine.profile_machine()
         monkeypatch.setattr("sys.path", sys.path[1:])
 
@@ -407,8 +394,11 @@ def test_a_command_of_a_broken_distribution_is_not_said_to_be_missing(install: I
     assert "cacheclip: cacheclip serve is missing: two distributions bring 'serve'" in done.stderr
 
 
-def test_one_name_of_two_distributions_is_refused(install: Install) -> None:
-    install(methods={"everything": "guest_of_a_test:ALL"})
+def test_methods_that_are_refused(install: Install) -> None:
+    """Of another name, and of two distributions."""
+    install(methods={"other": "guest_of_a_test:ALL", "everything": "guest_of_a_test:ALL"})
+    with pytest.raises(ConfigurationError, match="expected a Method with the name 'other'"):
+        preset("other")
     install("another-guest", methods={"everything": "another_guest:ALL"})
     with pytest.raises(ConfigurationError, match="two distributions bring 'everything'") as refused:
         preset("everything")

@@ -10,42 +10,23 @@ from hypothesis import given, strategies as st
 from cacheclip_rag.store import chunk_key
 from tests.conftest import examples
 
-BASE: dict[str, Any] = {
-    "model_fingerprint": "abc:float32",
-    "prefix_ids": [1, 23],
-    "chunk_ids": [4, 5, 6],
-    "rope_pin": "[]",
-    "namespace": "tenant",
-}
+BASE: dict[str, Any] = {"model_fingerprint": "abc:float32", "prefix_ids": [1, 23], "chunk_ids": [4, 5, 6]}
+BASE |= {"rope_pin": "[]", "namespace": "tenant"}
 ids = st.lists(st.integers(0, 200_000), max_size=6)
+text = st.text("ab:é[]", max_size=4)
 inputs = st.fixed_dictionaries(
-    {
-        "model_fingerprint": st.text("ab:", max_size=4),
-        "prefix_ids": ids,
-        "chunk_ids": ids,
-        "rope_pin": st.text("[]'", max_size=4),
-        "namespace": st.text("ab:é", max_size=4),
-    }
+    {**dict.fromkeys(("model_fingerprint", "rope_pin", "namespace"), text), "prefix_ids": ids, "chunk_ids": ids}
 )
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_fingerprint": "abc:bfloat16"},
-        {"prefix_ids": [12, 3]},
-        {"prefix_ids": [1, 23, 4], "chunk_ids": [5, 6]},
-        {"prefix_ids": [], "chunk_ids": [1, 23, 4, 5, 6]},
-        {"chunk_ids": [4, 56]},
-        {"chunk_ids": [6, 5, 4]},
-        {"chunk_ids": []},
-        {"rope_pin": ""},
-        {"namespace": "Tenant"},
-        {"namespace": "tenant "},
-        {"namespace": ""},
+        *({"chunk_ids": chunk} for chunk in ([4, 56], [6, 5, 4], [])),
+        *({"namespace": name} for name in ("Tenant", "tenant ", "", "tenant\x00", "\ud800")),
+        *({"prefix_ids": [1, 23, 4], "chunk_ids": [5, 6]}, {"prefix_ids": [], "chunk_ids": [1, 23, 4, 5, 6]}),
+        *({"model_fingerprint": "abc:bfloat16"}, {"prefix_ids": [12, 3]}, {"rope_pin": ""}),
         {"rope_pin": "[]t", "namespace": "enant"},
-        {"namespace": "tenant\x00"},
-        {"namespace": "\ud800"},
     ],
     ids=str,
 )
@@ -81,3 +62,6 @@ def test_is_a_safe_file_name() -> None:
 def test_keys_of_published_stores_stay_what_they_are() -> None:
     """A change here empties every user's store without a word: raise FORMAT_VERSION, and this line, on purpose."""
     assert chunk_key(**BASE) == "a6eb057b327b77dfe9ba5bba48cbb5b0e26c9089f8f0137ab3a171fe688bf124"
+    bare = {**BASE, "rope_pin": "", "namespace": "default", "model_fingerprint": "m:t:float32"}
+    other = chunk_key(**{**bare, "prefix_ids": [1, 2, 3], "chunk_ids": [5, 6]})
+    assert other == "a400201748323bb29abbceedda135ab34adbba49003d83471dda3d2ed4554f66"

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cacheclip_rag.base.progress import progress_bar
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +18,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shown(capsys: pytest.CaptureFixture[str], total: int, *, done: int, steps: int, step_s: float) -> str:
     """What stands behind the name of a bar that is left after so many steps."""
-    clock = Clock()
-    with progress_bar("asking", total, "answers", done=done, get_time=clock) as advance:
+    now = [1000.0]
+    with progress_bar("asking", total, "answers", done=done, get_time=lambda: now[0]) as advance:
         for number in range(1, steps + 1):
-            clock.now_s += step_s
+            now[0] += step_s
             advance(done + number)
     return capsys.readouterr().err.rpartition("asking")[2]
 
@@ -45,29 +39,22 @@ def test_what_an_earlier_run_did_is_no_speed(capsys: pytest.CaptureFixture[str])
 def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One every ten seconds: short work prints nothing."""
     monkeypatch.delenv("FORCE_COLOR")
-    clock = Clock()
-    with progress_bar("asking", 30, "answers", get_time=clock) as advance:
-        for number in range(1, 31):
-            clock.now_s += 1.0
-            advance(number)
-    assert capsys.readouterr().err.splitlines() == [
+    now = [1000.0]
+
+    def lines_of(bar: Any, *steps: tuple[float, float]) -> list[str]:
+        with bar as advance:
+            for seconds, done in steps:
+                now[0] += seconds
+                advance(done)
+        return capsys.readouterr().err.splitlines()
+
+    time: Any = {"get_time": lambda: now[0]}
+    assert lines_of(progress_bar("asking", 30, "answers", **time), *((1.0, n) for n in range(1, 31))) == [
         "asking: 10 of 30 answers, 0:00:20 left",
         "asking: 20 of 30 answers, 0:00:10 left",
         "asking: 30 of 30 answers",
     ]
-    with progress_bar("asking", 60, "answers", done=50, get_time=clock) as advance:
-        advance(50)
-        clock.now_s += 10.0
-        advance(50)
-        clock.now_s += 10.0
-        advance(54)
-    assert capsys.readouterr().err.splitlines() == [
-        "asking: 50 of 60 answers",
-        "asking: 54 of 60 answers, 0:00:30 left",
-    ]
-    with progress_bar("fetching", None, get_time=clock) as advance:
-        clock.now_s += 9.0
-        advance(1e6)
-        clock.now_s += 2.0
-        advance(2.4e6)
-    assert capsys.readouterr().err.splitlines() == ["fetching: 2 MB"]
+    resumed = progress_bar("asking", 60, "answers", done=50, **time)
+    expected = ["asking: 50 of 60 answers", "asking: 54 of 60 answers, 0:00:30 left"]
+    assert lines_of(resumed, (0.0, 50), (10.0, 50), (10.0, 54)) == expected
+    assert lines_of(progress_bar("fetching", None, **time), (9.0, 1e6), (2.0, 2.4e6)) == ["fetching: 2 MB"]

@@ -1,4 +1,4 @@
-"""Chunk contexts: two names, keys that never change, and what earlier versions had."""
+"""Chunk contexts: two names, and what earlier versions had."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from cacheclip_ingest import Library, LibrarySettings
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.store import chunk_key
-
-
-def test_keys_are_those_of_earlier_versions() -> None:
-    found = [
-        chunk_key(model_fingerprint="m:t:float32", prefix_ids=ids, chunk_ids=[5, 6], rope_pin="", namespace="default")
-        for ids in ([1, 2, 3], [1, 2, 3, 9, 8])
-    ]
-    assert found == [
-        "a400201748323bb29abbceedda135ab34adbba49003d83471dda3d2ed4554f66",
-        "160e1ee6ad041f9f184e187a79f4fda3531b2ecc9dd62cec7d2b9b392cb3a170",
-    ]
 
 
 @pytest.mark.parametrize("name", ["auto", "trained"])

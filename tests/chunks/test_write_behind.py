@@ -58,12 +58,9 @@ class Watched:
         models = engine.chunk_caches()
         for caches in models:
             _ = caches.prefix.kv
-        numbers = {
-            (caches.runtime.name, caches.tokenize(text).ids): number
-            for number, text in enumerate(TEXTS)
-            for caches in models
-        }
-        names = {caches.key(text): f"{caches.runtime.name} {n}" for n, text in enumerate(TEXTS) for caches in models}
+        each = [(number, text, caches) for number, text in enumerate(TEXTS) for caches in models]
+        numbers = {(caches.runtime.name, caches.tokenize(text).ids): number for number, text, caches in each}
+        names = {caches.key(text): f"{caches.runtime.name} {number}" for number, text, caches in each}
         tiers, caller = engine.store.chunk_store.tiers, threading.current_thread()
         put = tiers.put
 
@@ -215,9 +212,7 @@ class TestWhatWaits:
         engine.precompute(TEXTS[:2])
         engine.store.chunk_store.set_limit(engine.store.chunk_store.stats().bytes)  # the prefix and two texts
         watched = Watched(engine, monkeypatch)
-        assert engine.precompute([TEXTS[2], TEXTS[3], TEXTS[0]]) == 3, (
-            "the last one was stored, but the third evicts it"
-        )
+        assert engine.precompute([TEXTS[2], TEXTS[3], TEXTS[0]]) == 3, "the last one was stored, the third evicts it"
         assert watched.written == ["one 2", "one 3", "one 0"] and engine.is_stored(TEXTS[0])
 
     def test_a_prefix_is_written_after_what_came_before(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +255,7 @@ class TestErrors:
             engine.precompute(TEXTS)
         assert not engine.is_stored(TEXTS[0])
 
-    def test_an_error_of_a_write_comes_before_one_of_the_next_computation(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_error_of_a_write_comes_before_one_of_the_next_computation(self, make: Make, monkeypatch: Any) -> None:
         engine = make()
         watched, failed = Watched(engine, monkeypatch), threading.Event()
 
@@ -308,11 +301,7 @@ class TestInterruptions:
     """By Ctrl-C. The write that is under way is completed, those after it are dropped."""
 
     def check(self, engine: CacheClipEngine, folder: Path, stored: int, left: int) -> None:
-        """
-        Args:
-            stored: entries, with the shared prefix of each model.
-            left: texts for which a second call computes something.
-        """
+        """So many entries, with each model's prefix; for ``left`` texts a second call computes something."""
         assert not writers()
         engine.close()
         assert verify(folder).entries == stored and verify(folder).is_clean

@@ -30,16 +30,11 @@ def method_of(name: str) -> Any:
 @pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "smollm3", "gemma3"])
 def made(request: pytest.FixtureRequest, tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
     """An engine with stored chunks, and a planner on the same store."""
-    settings = {
-        "primary": tiny_models[request.param],
-        "auxiliary": tiny_models["auxiliary"],
-        "store": str(tmp_path_factory.mktemp("store")),
-        "chunk_context": "passages",
-        "prefix_cache_bytes": 0,
-    }
-    engine = CacheClipEngine(**settings)
+    models = {"primary": tiny_models[request.param], "auxiliary": tiny_models["auxiliary"]}
+    store = {"store": str(tmp_path_factory.mktemp("store")), "chunk_context": "passages", "prefix_cache_bytes": 0}
+    engine, planner = CacheClipEngine(**models, **store), PlanningEngine(**models, **store)
     engine.precompute(CHUNKS)
-    return {"engine": engine, "planner": PlanningEngine(**settings), "prompt": rag_prompt(CHUNKS)}
+    return {"engine": engine, "planner": planner, "prompt": rag_prompt(CHUNKS)}
 
 
 on_one = pytest.mark.parametrize("made", ["llama"], indirect=True)
@@ -178,8 +173,6 @@ class TestPlan:
         values = made["planner"].plan(made["prompt"], method="cacheclip").fusion.to_dict()
         with pytest.raises(ConfigurationError, match=what):
             FusionPlan.from_dict({**values, **changed})
-
-    def test_refuses_what_is_no_plan(self, made: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match="version"):
             FusionPlan.from_dict([1, 2])  # type: ignore[arg-type]
 
@@ -190,13 +183,11 @@ class TestPlan:
         gated = replace(preset("epic"), min_confidence=0.5)
         assert "min_confidence" in made["planner"].plan(made["prompt"], method=gated).reason
 
-    def test_without_stored_chunks(self, made: dict[str, Any]) -> None:
+    def test_nothing_to_fuse(self, made: dict[str, Any]) -> None:
         planned = made["planner"].plan("Nothing of this is stored.", method="cacheclip")
         assert planned.fusion is None and planned.reason
-
-    def test_full_prefill_has_no_reason(self, made: dict[str, Any]) -> None:
         planned = made["planner"].plan(made["prompt"], method="full")
-        assert planned.fusion is None and planned.reason is None
+        assert planned.fusion is None and planned.reason is None, "full prefill needs no reason"
 
 
 class TestReader:
@@ -220,9 +211,7 @@ class TestReader:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
     @pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(2, 4)], ids=str)
-    def test_reads_some_heads_alone(
-        self, tmp_path: Path, codec: str, heads: slice, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_reads_some_heads_alone(self, tmp_path: Path, codec: str, heads: slice, monkeypatch: Any) -> None:
         kv, key = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0)), "a" * 64
         store, ranges, read_parts = ChunkStore.open(tmp_path), [], DiskBackend.read_parts
         TenantStore(store, "default").put(key, kv, codec)
