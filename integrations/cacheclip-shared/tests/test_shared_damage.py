@@ -22,7 +22,6 @@ from store_entries import key, kv
 from thinned import some_of
 
 from cacheclip_rag import StoreError
-from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore, text_digest
 
 WHOLE = tenant_folder("whole")
@@ -86,17 +85,13 @@ VALUES: tuple[Any, ...] = (
 )
 PATHS = (
     *("../../x.parquet", f"../../{WHOLE[8:]}/kv/x.parquet", "a//b.parquet", "/etc/passwd", "s3://b/x.parquet"),
-    *(
-        "file:///etc/passwd",
-        "%2e%2e/%2e%2e/x.parquet",
-        f"..%2f../{WHOLE[8:]}/kv/x.parquet",
-        "\x00",
-        "",
-        ".",
-        "a\nb.parquet",
-    ),
+    *("file:///etc/passwd", "%2e%2e/%2e%2e/x.parquet", f"..%2f../{WHOLE[8:]}/kv/x.parquet", "\x00", "", "."),
+    "a\nb.parquet",
     *("_delta_log/00000000000000000000.json", "x" * 300 + ".parquet", "part.parquet/", "\ud83d.parquet", "nö.parquet"),
 )
+
+
+Mutation = Callable[[Path, random.Random], None]
 
 
 def flip(file: Path, rng: random.Random) -> None:
@@ -205,7 +200,7 @@ def absurd_checkpoint(file: Path, rng: random.Random) -> None:
         (file.parent / f"{1:020}.checkpoint.parquet").write_bytes(rng.randbytes(rng.choice((0, 50))))
 
 
-LOG: tuple[Callable[[Path, random.Random], None], ...] = (
+LOG: tuple[Mutation, ...] = (
     *(flip, flip, flip, cut, random_bytes, delete, folder_instead, circular_link, of_another_tenant, no_action),
     *(wrong_values, wrong_values, wrong_values, wrong_values, absurd_path, absurd_path, absurd_path, absurd_path),
     *(repeated_actions, other_schema, other_schema, other_schema, more_protocol, another_number, log_lost),
@@ -232,10 +227,8 @@ def absurd_rows(file: Path, rng: random.Random) -> None:
     rows = parquet.read_table(io.BytesIO(file.read_bytes())).to_pylist()
     for row in rows:
         name = rng.choice(schema().names)
-        of_type = {
-            "kv": [None, [None], [{"key": "../x", "codec": "int8", "bytes": -1, "tokens": 2**62}]],
-            "at": [None, 2**62, -(2**62)],
-        }
+        no_kv = [None, [None], [{"key": "../x", "codec": "int8", "bytes": -1, "tokens": 2**62}]]
+        of_type = {"kv": no_kv, "at": [None, 2**62, -(2**62)]}
         numbers = [None, -1, 0, 2**63 - 1, -(2**63)]
         is_text = pa.types.is_string(schema().field(name).type)
         row[name] = rng.choice(of_type.get(name, [None, "", "x", "../..", "' OR '1'='1"] if is_text else numbers))
@@ -259,7 +252,7 @@ def no_text(file: Path, rng: random.Random) -> None:
     unreadable(file, rng.choice(("text", "digest", "namespace", "at")))
 
 
-FILES: tuple[Callable[[Path, random.Random], None], ...] = (
+FILES: tuple[Mutation, ...] = (
     *(flip, flip, flip, flip, flip, flip, cut, cut, random_bytes, delete, delete, folder_instead, circular_link),
     *(of_another_tenant, other_columns, other_columns, other_columns, absurd_rows, absurd_rows, absurd_rows, no_text),
 )
@@ -273,16 +266,12 @@ def json_of_ours(file: Path, rng: random.Random) -> None:
 
 def mutate(scene: Scene, name: str, rng: random.Random) -> str:
     """Damage something in a tenant's folder; returns what was done."""
-    where = rng.choice(("log", "log", "log", "files", "files", "payloads", "json"))
-    if where == "json":
+    log, files = ("catalog/_delta_log/*.json", LOG), ("catalog/*.parquet", FILES)
+    where = rng.choice((log, log, log, files, files, ("kv/*/*/*.kv", PAYLOADS), None))
+    if where is None:
         file, run = scene.root / DAMAGED[name] / rng.choice(("garbage.json", "quota.json")), json_of_ours
     else:
-        pattern, kinds = {
-            "log": ("catalog/_delta_log/*.json", LOG),
-            "files": ("catalog/*.parquet", FILES),
-            "payloads": ("kv/*/*/*.kv", PAYLOADS),
-        }[where]
-        file, run = rng.choice(scene.files(name, pattern)), rng.choice(kinds)
+        file, run = rng.choice(scene.files(name, where[0])), rng.choice(where[1])
     run(file, rng)
     return f"{name}: {run.__name__} of {file.relative_to(scene.root / DAMAGED[name])}"
 
@@ -407,16 +396,12 @@ def test_a_log_names_files_of_its_own_folder_only(scene: Scene, path: str, actio
     """Nothing else is read or deleted by those who may do so."""
     log = scene.files(NAME, "catalog/_delta_log/*.json")
     (secret, *_) = sorted((scene.root / WHOLE / "catalog").glob("*.parquet"))
-    victims = [
-        scene.root / "tenants/x.parquet",
-        scene.root / WHOLE / "kv/x.parquet",
-        *(log[:1] if action == "add" else ()),
-    ]
-    for victim in victims[:2]:
+    victims = [scene.root / "tenants/x.parquet", scene.root / WHOLE / "kv/x.parquet"]
+    for victim in victims:
         victim.write_bytes(secret.read_bytes())
-    added = {"partitionValues": {}, "size": 9999, "modificationTime": 1, "dataChange": True, "stats": None}
-    removed = {"partitionValues": {}, "size": 9999, "deletionTimestamp": 1, "dataChange": True}
-    made = {action: {"path": path, **(added if action == "add" else removed)}}
+    victims += log[:1] if action == "add" else []
+    own = {"add": {"modificationTime": 1, "stats": None}, "remove": {"deletionTimestamp": 1}}[action]
+    made = {action: {"path": path, "partitionValues": {}, "size": 9999, "dataChange": True, **own}}
     log[-1].write_text(f"{log[-1].read_text()}\n{json.dumps(made)}\n")
     rows, said = TextTable(scene.store.place, NAME), list[str]()
     if action == "add":
@@ -494,23 +479,13 @@ def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
     assert verify(scene.url)["damaged"] == [] and texts_of(TextTable(scene.store.place, NAME)) == {text_of(NAME, 1)}
 
 
-def test_rows_that_no_commit_wrote_are_counted(
-    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Absurd numbers of a whole row disturb no sum; a row without KV is a row. No payload is kept for a row
-    that is none."""
+def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absurd numbers disturb no sum; a row without KV is a row. No payload is kept for a row that is none."""
     (row,) = rows_of(NAME, [SharedText(text_of(NAME, 20))]).to_pylist()
     payload = {"key": key(20, NAME), "codec": "int8", "bytes": 2**63 - 1, "tokens": 2**63 - 1}
-    made = [
-        {**row, "kv": None},
-        {**row, "kv": [payload] * 3},
-        {**row, "kv": [{**payload, "bytes": -1}]},
-        {**row, "at": None},
-        *(
-            {**row, "digest": each, "kv": [{**payload, "key": key(0, NAME), "bytes": 9, "tokens": 9}]}
-            for each in (None, "' OR '1'='1")
-        ),
-    ]
+    made = [{**row, "kv": each} for each in (None, [payload] * 3, [{**payload, "bytes": -1}])] + [{**row, "at": None}]
+    kv_of_other = [{"key": key(0, NAME), "codec": "int8", "bytes": 9, "tokens": 9}]
+    made += [{**row, "digest": each, "kv": kv_of_other} for each in (None, "' OR '1'='1")]
     table = TextTable(scene.store.place, NAME)
     table.commit(rows_of(NAME, []), erasure(0))
     rows = need("pyarrow").Table.from_pylist(made, schema=schema())
@@ -534,9 +509,7 @@ def test_rows_that_no_commit_wrote_are_counted(
     go_on(scene)
 
 
-def test_a_panic_of_a_library_is_an_error_of_its_tenant(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_panic_of_a_library_is_an_error_of_its_tenant(scene: Scene, monkeypatch: Any, caplog: Any) -> None:
     """It is no ``Exception``; what waits for the commit goes on waiting."""
     panic, delta = type("PanicException", (BaseException,), {}), need("deltalake")
     opened = delta.DeltaTable
@@ -570,9 +543,7 @@ def test_a_commit_that_fails_though_nobody_commits_is_given_up(scene: Scene, mon
 
 
 @some_of(3, data=JSON, name=["quota.json", "garbage.json"])
-def test_other_tenants_are_cleaned_and_counted_beside_a_damaged_file_of_ours(
-    scene: Scene, name: str, data: bytes
-) -> None:
+def test_others_are_cleaned_and_counted_beside_a_damaged_file_of_ours(scene: Scene, name: str, data: bytes) -> None:
     (scene.root / FOLDER / name).write_bytes(data)
     erase(scene.tenants["whole"], 0)
     scene.store.commit()
@@ -591,17 +562,12 @@ def test_a_damaged_description_of_the_store_is_one_error(scene: Scene, data: byt
             run(scene.url)
 
 
-def test_the_command_shows_what_was_done_for_the_others(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_what_was_done_for_the_others(scene: Scene, cacheclip: Any) -> None:
     (scene.root / FOLDER / "quota.json").write_bytes(JSON[0])
     for command in ("stats", "gc", "verify"):
-        monkeypatch.setattr("sys.argv", ["cacheclip", "store", command, "--store", scene.url, "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert ended.value.code == 1 and FOLDER in said.err and WHOLE not in said.err
-        found = json.loads(said.out)
+        done = cacheclip("store", command, "--store", scene.url, "--json")
+        assert done.code == 1 and FOLDER in done.err and WHOLE not in done.err
+        found = done.json
         assert command != "stats" or (found["tenants"][WHOLE]["texts"] == 3 and FOLDER not in found["tenants"])
         assert command != "verify" or found["payloads"] >= 2 * len(DAMAGED)
 

@@ -28,7 +28,7 @@ def client(valkey_address: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def hot_url(client: Any, store_url: str, valkey_address: str) -> str:  # noqa: F811
+def hot_url(client: Any, store_url: str, valkey_address: str) -> str:
     return f"{store_url}?hot={valkey_address}"
 
 
@@ -54,16 +54,12 @@ class TestHotBackend(BackendConformance):
         assert isinstance(backend, HotBackend)
         return f"{backend._prefix}{object_name('default', key, 'raw')}"
 
-    def raw(self, backend: Backend) -> Any:
-        port = int(backend.medium("").rpartition(":")[2])
-        return redis.Redis(port=port)
-
     def read_raw(self, backend: Backend, key: str) -> bytes | None:
-        with self.raw(backend) as client:
+        with redis.Redis(port=int(backend.medium("").rpartition(":")[2])) as client:
             return client.get(self.name(backend, key))
 
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
-        with self.raw(backend) as client:
+        with redis.Redis(port=int(backend.medium("").rpartition(":")[2])) as client:
             client.set(self.name(backend, key), data)
 
 
@@ -81,7 +77,7 @@ def answered(engine: Any, **options: Any) -> int:
 
 
 class TestCopies:
-    def test_one_machine_reads_what_another_ones_answer_put_there(self, machine: Machine, hot_url: str) -> None:  # noqa: F811
+    def test_one_machine_reads_what_another_ones_answer_put_there(self, machine: Machine, hot_url: str) -> None:
         """Also while object storage is gone."""
         machine().precompute(CHUNKS)
         one, other = machine(store=hot_url), machine(store=hot_url)
@@ -93,7 +89,7 @@ class TestCopies:
         shared(other).objects.breaker._until = float("inf")
         assert answered(other) == len(CHUNKS)
 
-    def test_each_tenants_copies_have_a_prefix_and_an_end(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+    def test_each_tenants_copies_have_a_prefix_and_an_end(self, machine: Machine, hot_url: str, client: Any) -> None:
         made = {name: machine(store=hot_url, namespace=name) for name in ("one", "other")}
         for engine in made.values():
             engine.precompute(CHUNKS)
@@ -110,8 +106,8 @@ class TestCopies:
     @pytest.mark.parametrize("erases_with_hot", [True, False])
     def test_erasure_reaches_copies_that_others_made(
         self,
-        machine: Machine,  # noqa: F811
-        store_url: str,  # noqa: F811
+        machine: Machine,
+        store_url: str,
         hot_url: str,
         client: Any,
         erases_with_hot: bool,
@@ -132,7 +128,7 @@ class TestCopies:
         assert client.keys(f"*{key}*") == [] and client.dbsize() == before - 2
 
     @pytest.mark.parametrize("place", ["header", "layers"])
-    def test_a_damaged_copy_is_replaced(self, machine: Machine, hot_url: str, client: Any, place: str) -> None:  # noqa: F811
+    def test_a_damaged_copy_is_replaced(self, machine: Machine, hot_url: str, client: Any, place: str) -> None:
         one = machine(store=hot_url)
         one.precompute(CHUNKS)
         key = one.chunk_caches()[0].key(CHUNKS[1])
@@ -144,7 +140,7 @@ class TestCopies:
         assert full.stats.hits == len(CHUNKS) and tiers(one)["hot"][2] == 1
         assert client.get(name) == whole
 
-    def test_another_kind_of_value_is_replaced_and_no_outage(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+    def test_another_kind_of_value_is_replaced_and_no_outage(self, machine: Machine, hot_url: str, client: Any) -> None:
         """The other copies are read as ever."""
         one = machine(store=hot_url)
         one.precompute(CHUNKS)
@@ -157,7 +153,7 @@ class TestCopies:
         assert answered(one) == len(CHUNKS) and tiers(one)["hot"][0] >= before + len(CHUNKS) - 1
         assert client.get(name) == whole
 
-    def test_a_process_that_carries_out_plans_reads_them(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+    def test_a_process_that_carries_out_plans_reads_them(self, machine: Machine, hot_url: str, client: Any) -> None:
         one = machine(store=hot_url, codec="int8")
         one.precompute(CHUNKS[:1])
         key = one.chunk_caches()[0].key(CHUNKS[0])
@@ -171,7 +167,7 @@ class TestCopies:
         assert len(client.keys(f"*{key}*")) == 1
 
     @pytest.mark.long
-    def test_a_profile_measures_both_and_leaves_nothing(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+    def test_a_profile_measures_both_and_leaves_nothing(self, machine: Machine, hot_url: str, client: Any) -> None:
         one = machine(store=hot_url)
         one.precompute(CHUNKS)
         objects = {each["path"] for each in shared(one).objects.objects_of("tenants/")}
@@ -199,12 +195,7 @@ class TestCopies:
 @pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["gone", "silent", "never there"])
 def test_without_the_server_answers_go_on(
-    machine: Machine,  # noqa: F811
-    store_url: str,  # noqa: F811
-    valkey_address: str,
-    client: Any,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
+    machine: Machine, store_url: str, valkey_address: str, client: Any, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """From object storage; the server is asked once, with one warning, and erasing raises nothing."""
     relay = Relay(valkey_address.removeprefix("valkey://"))

@@ -57,8 +57,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return str(made)
 
 
+Make = Callable[..., TenantStore]
+
+
 @pytest.fixture
-def machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TenantStore]]:
+def machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes machines that serve a tenant, each with a home of its own."""
     made: list[SharedStore] = []
 
@@ -94,7 +97,7 @@ def stored(store: TenantStore) -> tuple[bytes, str]:
 @pytest.mark.some(3)
 @some_of(2, is_known=[True, False], kind=DAMAGES)
 def test_the_next_write_of_its_key_replaces_what_is_damaged(
-    machine: Callable[..., TenantStore], kind: str, is_known: bool, caplog: pytest.LogCaptureFixture
+    machine: Make, kind: str, is_known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until then it is a miss, and stays; storage is asked as ever. ``is_known``: the reader saw it whole before."""
     writer, reader = machine(), machine(memory_bytes=1 << 20)
@@ -130,9 +133,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Non
 
 
 @pytest.mark.parametrize("url", ["s3"], indirect=True)
-def test_what_another_machine_has_replaced_meanwhile_stays(
-    machine: Callable[..., TenantStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_machine_has_replaced_meanwhile_stays(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one, theirs = machine(), frame_of(2)
     overwrite(one, b"damaged")
     meanwhile(monkeypatch, lambda: overwrite(one, theirs))
@@ -140,9 +141,7 @@ def test_what_another_machine_has_replaced_meanwhile_stays(
     assert stored(one)[0] == theirs
 
 
-def test_what_a_cleaning_removes_meanwhile_is_written(
-    machine: Callable[..., TenantStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_cleaning_removes_meanwhile_is_written(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine()
     overwrite(one, b"damaged")
     meanwhile(monkeypatch, lambda: obstore.delete(objects(one).place.objects, name()))
@@ -150,9 +149,7 @@ def test_what_a_cleaning_removes_meanwhile_is_written(
     assert is_intact(machine(), 1)
 
 
-def test_what_is_damaged_is_not_made_young(
-    machine: Callable[..., TenantStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_damaged_is_not_made_young(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ingestion that finds it computes it again: else it would write the damage over what another one has mended."""
     one = machine()
     put(one, 1, 3)
@@ -169,20 +166,13 @@ def in_its_place(store: TenantStore, kind: str) -> None:
     """Something that is no file, or a file that is shorter than a reader thinks."""
     path = Path(objects(store).place.url.removeprefix("file://")) / name()
     path.unlink()
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "circular link":
-        path.symlink_to(path)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.parent.rmdir()
-        path.parent.write_bytes(b"")
+    made = {"folder": path.mkdir, "circular link": lambda: path.symlink_to(path), "pipe": lambda: os.mkfifo(path)}
+    made.get(kind, lambda: (path.parent.rmdir(), path.parent.write_bytes(b"")))()
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
 @pytest.mark.parametrize("kind", ["folder", "circular link", "pipe", "file for its folder"])
-def test_something_else_in_its_place_is_no_outage(machine: Callable[..., TenantStore], kind: str) -> None:
+def test_something_else_in_its_place_is_no_outage(machine: Make, kind: str) -> None:
     writer, reader = machine(), machine()
     put(writer, 1, 3)
     assert reader.codec_of(key(1)) == "float32"
@@ -192,7 +182,7 @@ def test_something_else_in_its_place_is_no_outage(machine: Callable[..., TenantS
 
 
 @pytest.mark.parametrize("size", [0, 10])
-def test_a_part_behind_the_end_is_no_outage(machine: Callable[..., TenantStore], size: int) -> None:
+def test_a_part_behind_the_end_is_no_outage(machine: Make, size: int) -> None:
     one = machine()
     put(one, 1, 3)
     overwrite(one, bytes(size))
@@ -201,7 +191,7 @@ def test_a_part_behind_the_end_is_no_outage(machine: Callable[..., TenantStore],
     assert is_intact(one, 3) and not objects(one).breaker.is_open
 
 
-def test_failing_storage_is_an_outage(machine: Callable[..., TenantStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_storage_is_an_outage(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails, and a server that does not answer."""
     one = machine()
     for error in ("Generic LocalFileSystem error: Input/output error (os error 5)", "Stale file handle (os error 116)"):
