@@ -19,6 +19,7 @@ from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import KVSource, State, wait_for
 from ..runtime.prompt_cache import Approximate
+from ..runtime.slices import Slices
 from .trace import media_of, trace_of
 from .turns import CALLER, Pause
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 _SLICE_TOKENS = {"cpu": 512}
-"""Tokens of a slice of plain prefill, by type of device: running answers wait for one."""
+"""Tokens of a slice, by type of device: running answers wait for one."""
 _LARGE_SLICE = 2048
 """The same for others, which fewer tokens leave idle. vLLM's, too."""
 _BEHIND = 4
@@ -112,7 +113,7 @@ class Prefilling:
     """Least confidence of the first token where earlier prompts left approximate KV, if it is more than the method's.
     """
     pause: Pause | None = None
-    """Lets others go first between two slices of plain prefill; None: it is computed at once."""
+    """Lets others go first between two slices; None: it is computed at once."""
 
     def run(self, plan: Plan) -> Prefilled:
         """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
@@ -125,7 +126,9 @@ class Prefilling:
             return replace(prefilled, stats=replace(prefilled.stats, bypassed=True))
         capacity = plan.layout.num_tokens + self.answer_tokens
         media = media_of(plan, self.kv_sources) if self.trace else {}
-        fused = self.kv_sources.primary.runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock)
+        runtime = self.kv_sources.primary.runtime
+        slices = self._slices(plan.layout) if self.pause is not None else None
+        fused = runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock, slices=slices)
         if fused is None:
             why = f"no chunk of {len(plan.layout.chunks)} could be read, and no KV of earlier prompts"
             return self._plain(replace(plan.reusing(()), fallback=why))
@@ -140,6 +143,20 @@ class Prefilling:
         prefilled = self._plain_instead(plan, why, tried)
         charged = prefilled.stats.charged_ratio + tried.charged_ratio
         return replace(prefilled, stats=replace(prefilled.stats, gated=True, charged_ratio=charged), trace=seen)
+
+    def _slices(self, layout: Layout) -> Slices | None:
+        """How the prompt is computed for others; None: at once, also where frequencies depend on the length."""
+        runtime, caller = self.kv_sources.primary.runtime, CALLER.get()
+        if layout.num_tokens > runtime.reuse_tokens:
+            return None
+        most = _SLICE_TOKENS.get(runtime.device.type, _LARGE_SLICE)
+        return Slices(most // _BEHIND if caller is not None and caller.in_background else most, self._paused)
+
+    def _paused(self, done: int, work: int) -> None:
+        assert self.pause is not None, "there are slices"
+        began = self.clock.elapsed()
+        self.pause(done, work)
+        self.clock.queued_s += self.clock.elapsed() - began
 
     def keep_exact(self, num_plain: int | None = None) -> Keep:
         """Takes KV into the prefix cache: that of the first ``num_plain`` tokens, which equals plain prefill's."""
@@ -203,11 +220,8 @@ class Prefilling:
             # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
             used = replace(plan, known=known_kv(replace(layout, num_prefix=0), (), match.runs))
             known, work = match.num_tokens, layout.num_tokens - match.num_tokens
-            most, caller = _SLICE_TOKENS.get(runtime.device.type, _LARGE_SLICE), CALLER.get()
-            most = most // _BEHIND if caller is not None and caller.in_background else most
-            is_cut = self.pause is not None and runtime.can_extend and layout.num_tokens <= runtime.reuse_tokens
-            slices = max(1, round(work / most)) if is_cut else 1
-            stops = [known + work * number // slices for number in range(1, slices + 1)]
+            slices = self._slices(layout) if self.pause is not None and runtime.can_extend else None
+            stops = [known + stop for stop in ([work] if slices is None else slices.stops(work))]
             if match.num_tokens:
                 state, logits = runtime.prefill_from(match, layout.ids[: stops[0]], capacity, self.clock)
             else:
@@ -215,10 +229,8 @@ class Prefilling:
                     state, logits = runtime.prefill(layout.ids[: stops[0]], capacity)
                     wait_for(logits.device)
         for start, stop in pairwise(stops):
-            assert self.pause is not None, "without it, there is one slice"
-            began = self.clock.elapsed()
-            self.pause(start - known, work)
-            self.clock.queued_s += self.clock.elapsed() - began
+            assert slices is not None, "without them, there is one pass"
+            slices.pause(start - known, work)
             with self.clock.phase("recompute"):
                 logits = cast("torch.Tensor", runtime.extend(state, layout.ids[start:stop], start))
                 wait_for(logits.device)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from ..base.clock import PhaseClock
@@ -27,6 +28,7 @@ from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import choose_rows, known_kv
 from ..prompt.layout import Span, question_text
 from ..runtime.base import KVMatch, KVSource, State, wait_for
+from ..runtime.slices import Slices
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..selection.views import CacheView, PromptView
@@ -35,7 +37,15 @@ from .answer import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
 
 
-def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
+def fuse(
+    runtime: ModelRuntime,
+    plan: Plan,
+    kv_sources: KVSources,
+    *,
+    capacity: int,
+    clock: PhaseClock,
+    slices: Slices | None = None,
+) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
         match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
@@ -47,6 +57,7 @@ def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: 
             clock=clock,
             runtime=runtime,
             capacity=capacity,
+            slices=slices,
         )
         return pass_.run(match)
 
@@ -60,6 +71,7 @@ class _FusedPass:
     clock: PhaseClock
     runtime: ModelRuntime
     capacity: int
+    slices: Slices | None
 
     def run(self, match: KVMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -72,6 +84,8 @@ class _FusedPass:
                 scorable = [span for span in plan.reused if plan.known.is_scorable(span)]
                 view = view_of(plan, self.kv_sources, clock, scorable, reading.start)
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
+            if self.slices is not None and plan.method.needs_auxiliary:
+                self.slices.pause(0, plan.known.computed_tokens(plan.method.nominal_ratio))
             fused = reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
             with clock.phase("read"):
                 reading.close()
@@ -139,13 +153,36 @@ class _FusedPass:
             view = CacheView(**vars(prompt), runtime=runtime, cache=cache)
             masks = method.select(view, [*scores.values()])
             rows = choose_rows(plan.known, zip(scores, masks, strict=True))
-        with clock.phase("recompute"):
-            method.prepare(view, masks)
-            logits = runtime.run_slots(cache, layout.ids[rows], rows, before_layer=before_layer)
-            assert logits is not None
-            wait_for(logits.device)
+        logits, done = None, 0
+        for stop in [len(rows)] if self.slices is None else self._stops(self.slices, plan, rows):
+            if done:
+                assert self.slices is not None, "without them, there is one pass"
+                self.slices.pause(done, len(rows))
+            with clock.phase("recompute"):
+                method.prepare(view, masks)
+                part, is_last = rows[done:stop], stop == len(rows)
+                logits = runtime.run_slots(
+                    cache, layout.ids[part], part, before_layer=None if done else before_layer, head=is_last
+                )
+                wait_for(runtime.device if logits is None else logits.device)
+            done = stop
+        assert logits is not None, "the last pass computes the prompt's last token"
         cache.tables, cache.memory = (), None  # decoding goes on beyond the prompt
         return fused_of(cache, logits, plan, rows, zip(scores, view.rated, strict=False))
+
+    def _stops(self, slices: Slices, plan: Plan, rows: torch.Tensor) -> list[int]:
+        """Where the passes over ``rows`` end. Together they compute what one does, because a row at position p sees
+        keys at positions up to p only. But all rows of a corrected chunk are in one pass: in every layer their mean
+        change moves the chunk's other tokens before any row attends."""
+        if plan.method.reads_cache or not plan.method.plans_ahead:
+            return [len(rows)]
+        stops = np.array(slices.stops(len(rows)))
+        if plan.method.mean_change:
+            for span in plan.reused:
+                first, last = np.searchsorted(rows.numpy(), (span.start, span.stop))
+                inside = (stops > first) & (stops < last)
+                stops[inside] = np.where(stops[inside] - first < last - stops[inside], first, last)
+        return sorted({*stops.tolist()} - {0})
 
     def _pieces(self, reading: ReadAhead, texts: Sequence[str]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""

@@ -18,6 +18,7 @@ from ..base.clock import PhaseClock
 from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import choose_rows, known_kv
 from ..runtime.base import KVMatch, KVSource, State
+from ..runtime.slices import Slices
 from ..store import KV, ReadAhead, bytes_of
 from .answer import Fused
 from .fuse import choose_ahead, fused_of
@@ -81,14 +82,20 @@ class OrderedRuntime(Protocol):
 
 
 def fuse_in_order(
-    runtime: OrderedRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock
+    runtime: OrderedRuntime,
+    plan: Plan,
+    kv_sources: KVSources,
+    *,
+    capacity: int,
+    clock: PhaseClock,
+    slices: Slices | None = None,
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
         match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
     with match:
         known = known_kv(plan.layout, plan.reused, match.runs)
-        return _fused(runtime, replace(plan, known=known), kv_sources, match, capacity, clock)
+        return _fused(runtime, replace(plan, known=known), kv_sources, match, capacity, clock, slices)
 
 
 def _fused(
@@ -98,6 +105,7 @@ def _fused(
     match: KVMatch,
     capacity: int,
     clock: PhaseClock,
+    slices: Slices | None,
 ) -> Fused | None:
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.known.is_held(span)))
     with kv_sources.primary.read_ahead(texts) as reading:
@@ -105,6 +113,8 @@ def _fused(
             with clock.phase("read"):
                 reading.start()
         chosen, rated = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start)
+        if slices is not None and plan.method.needs_auxiliary:
+            slices.pause(0, plan.known.computed_tokens(plan.method.nominal_ratio))
         with clock.phase("read"):
             stored = reading.until_whole(partial(_read, texts))
         clock.reading_s += reading.busy_s()

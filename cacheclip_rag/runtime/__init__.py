@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         known_reasoning as known_reasoning,
         markers_among as markers_among,
     )
+    from .slices import Slices as Slices
     from .transformers.architectures import check_architecture as check_architecture
     from .transformers.chat_template import render_chat_template as render_chat_template
     from .transformers.constraint import Grammars as Grammars, SchemaConstraint as SchemaConstraint
@@ -47,6 +48,7 @@ __getattr__, __all__ = late_names(
         "base": "DTYPES KVMatch KVPart KVRun KVSource Message Runtime State TokenizedText",
         "kv_blocks": "SIZE fingerprints",
         "markers": "CALL_MARKERS REASONING_MARKERS known_reasoning markers_among",
+        "slices": "Slices",
         "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",
         "transformers.constraint": "Grammars SchemaConstraint",

@@ -410,11 +410,11 @@ class Runtime(ABC):
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     @abstractmethod
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, slices: Any = None) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
-        (:class:`~cacheclip_rag.plan.plan.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
-        for a runtime that computes in the prompt's order :mod:`cacheclip_rag.fusion.in_order`. Returns a
-        :class:`~cacheclip_rag.fusion.answer.Fused`, or None if no chunk could be read."""
+        (:class:`~cacheclip_rag.plan.plan.KVSources`). :mod:`cacheclip_rag.fusion.fuse` and, in the prompt's order,
+        :mod:`cacheclip_rag.fusion.in_order` do it. ``slices``: :class:`Slices <cacheclip_rag.runtime.Slices>`, or None
+        for all at once. Returns a :class:`~cacheclip_rag.fusion.answer.Fused`; None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

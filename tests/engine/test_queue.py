@@ -139,6 +139,33 @@ def test_an_answer_goes_on_between_slices(engine: CacheClipEngine, monkeypatch: 
     assert order.count("slice") > 4
 
 
+def test_a_fused_prompt_lets_others_go_first(engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch) -> None:
+    """A short question that comes while its first slice is computed has its first token before the second one."""
+    monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 48})
+    engine.precompute(chunks)
+    threads, order, run_slots = Threads(), list[str](), type(engine.primary).run_slots
+
+    def short() -> None:
+        next(engine.stream([{"role": "user", "content": "How?"}], PARAMS, method="full"))
+        order.append("short")
+
+    def held(self: Any, cache: Any, ids: Any, slots: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            if not order:
+                threads.start(short)
+                until(lambda: waiting(engine) == 2)
+            else:  # in this prompt's turn: the other one has had its own
+                until(lambda: "short" in order)
+            order.append("slice")
+        return run_slots(self, cache, ids, slots, **options)
+
+    monkeypatch.setattr(type(engine.primary), "run_slots", held)
+    with Waiter().asking():
+        answer = engine.generate(asked(engine, 1, chunks), PARAMS, method="epic", recompute_ratio=0.3)
+    threads.join()
+    assert order[:3] == ["slice", "short", "slice"] and answer.stats.hits and answer.stats.queued_s > 0
+
+
 def test_who_leaves_while_a_long_prompt_is_read(engine: CacheClipEngine, monkeypatch: Patch) -> None:
     monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 64})
     caller = Waiter()

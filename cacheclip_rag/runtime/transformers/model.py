@@ -205,9 +205,9 @@ class ModelRuntime(TextModel):
     def cut(self, state: FusedCache, num_tokens: int) -> None:
         state.cut(num_tokens)
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, **options: Any) -> Any:
         assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, **options)
 
     @torch.inference_mode()
     def run_rows(

@@ -222,9 +222,9 @@ class StateMapRuntime(TextModel):
 
     # -- fusion -------------------------------------------------------------------------------------------------------
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, **options: Any) -> Any:
         assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, **options)
 
     def place(self, match: KVMatch, used: Any, pieces: Iterable[Any]) -> tuple[StoredSpans, list[Any]]:
         """The tokens between the edges of stored pieces (:class:`~cacheclip_rag.fusion.in_order.PlacedKV`), and pieces

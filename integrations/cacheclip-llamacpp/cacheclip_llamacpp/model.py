@@ -248,9 +248,9 @@ class LlamaRuntime(ChatText):
 
     # -- fusion -------------------------------------------------------------------------------------------------
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, **options: Any) -> Any:
         check_process(self.name, self._process)
-        return fuse_in_order(self, plan, kv_sources, capacity=capacity, clock=clock)
+        return fuse_in_order(self, plan, kv_sources, capacity=capacity, clock=clock, **options)
 
     def place(self, match: KVMatch, used: Runs, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
         """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cacheclip_rag import CacheClipEngine, Plan
     from cacheclip_rag.measuring import KVSources
     from cacheclip_rag.plugins import Span
-    from cacheclip_rag.runtime import Message, PhaseClock
+    from cacheclip_rag.runtime import Message, PhaseClock, Slices
 
 _numbers = itertools.count()
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
@@ -179,7 +179,9 @@ class FakeRuntime(Runtime):
         digest = hashlib.sha256(array("q", ids).tobytes()).digest()
         return " ".join(_ANSWER[byte % len(_ANSWER)] for byte in digest[1 : 5 + digest[0] % 7])
 
-    def fuse(self, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
+    def fuse(
+        self, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, slices: Slices | None = None
+    ) -> Fused | None:
         with clock.phase("read"):
             reused = tuple(span for span in plan.reused if self._is_whole(span, kv_sources))
         if not reused:

@@ -107,4 +107,5 @@ def _prefilled(engine: CacheClipEngine, prompt: Chat, others: Sequence[Prefilled
 
 
 def _keep(engine: CacheClipEngine, prefilled: Prefilled) -> None:
-    engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
+    cache: Any = prefilled.cache
+    engine.prefixes.insert(prefilled.layout.token_ids, cache)
