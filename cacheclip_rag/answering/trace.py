@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -14,8 +15,9 @@ import torch
 from ..base.keys import text_digest
 from ..fusion.answer import Trace, TraceSpan, TraceText
 from ..plan.plan import KVSources, Plan
+from ..prompt.known_kv import known_kv
 from ..prompt.layout import Span
-from ..runtime.base import KVSource, Runtime
+from ..runtime.base import KVRun, KVSource, Runtime
 
 _KINDS = {KVSource.COMPUTED: "fresh", KVSource.STORED: "chunk", KVSource.OWN_CONTEXT: "chunk"}
 
@@ -64,6 +66,28 @@ def trace_of(
         is_exact,
         plan.known.turns,
     )
+
+
+def trace_of_planned(
+    plan: Plan, kv_sources: KVSources, computed: Iterable[tuple[int, int]] | None, num_cached: int = 0
+) -> Trace:
+    """The trace of a plan that another process carried out.
+
+    Args:
+        computed: runs of tokens that it computed, ``(start, stop)``; None: all behind the first ``num_cached``, whose
+            exact KV it had, because it took plain prefill.
+    """
+    if computed is None:
+        runs = [KVRun(KVSource.CACHED, 0, num_cached)] if num_cached else []
+        plain = replace(plan.reusing(()), known=known_kv(replace(plan.layout, num_prefix=0), (), runs))
+        return trace_of(plain, kv_sources)
+    again = np.zeros(plan.layout.num_tokens, np.bool_)
+    for start, stop in computed:
+        again[start:stop] = True
+    again &= plan.known.chunk
+    other = plan.known.chunk & (plan.known.stale | kv_sources.primary.is_lossy) & ~again
+    media = media_of(plan, kv_sources)
+    return trace_of(plan, kv_sources, again.nonzero()[0].tolist(), None, media, not other.any())
 
 
 def _parts(

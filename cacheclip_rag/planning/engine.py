@@ -17,6 +17,7 @@ import torch
 from ..answering.options import CallOptions, Request
 from ..answering.parts import Parts
 from ..answering.pipeline import Answering
+from ..answering.trace import trace_of_planned
 from ..answering.turns import Waiter
 from ..answering.writer import ChunkWriter
 from ..base.clock import PhaseClock
@@ -24,6 +25,7 @@ from ..base.closing import Closing
 from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
+from ..fusion.answer import FusionStats, Trace
 from ..fusion.fuse import plan_ahead
 from ..fusion.wire import FusionPlan
 from ..guards.base import Observer, brought_observers
@@ -197,6 +199,13 @@ class PlanningEngine(Closing):
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
         self.parts.store.flush(ANSWER_WAIT_S)  # now: until they have read it, it is what others evict last
         return PlannedPrompt.fused(plan, fusion, clock)
+
+    def trace(self, planned: PlannedPrompt, stats: FusionStats) -> Trace:
+        """What the KV of a planned prompt is made of, without scores. ``stats``: those of its answer, which tell
+        whether the plan was carried out."""
+        computed = planned.fusion.computed if planned.fusion is not None and stats.chunk_tokens else None
+        sources = self.parts.kv_sources(planned.plan.method)
+        return trace_of_planned(planned.plan, sources, computed, stats.cached_prefix_tokens)
 
     @contextmanager
     def asking(self, caller: Waiter) -> Iterator[None]:

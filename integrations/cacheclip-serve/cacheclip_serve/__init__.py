@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     )
     from .field import CacheClipField as CacheClipField
     from .hidden import names_of as names_of, renamed as renamed
+    from .inspection import (
+        AnswerPages as AnswerPages,
+        InspectedAnswer as InspectedAnswer,
+        Inspection as Inspection,
+    )
     from .learning import LearnedTexts as LearnedTexts
     from .messages_api import MessagesReply as MessagesReply
     from .pages import answer_page as answer_page
@@ -69,6 +74,7 @@ __getattr__, __all__ = late_names(
         "errors": "RequestError error_body error_of unsupported",
         "field": "CacheClipField",
         "hidden": "names_of renamed",
+        "inspection": "AnswerPages InspectedAnswer Inspection",
         "learning": "LearnedTexts",
         "messages_api": "MessagesReply",
         "queue": "Queue QueueFull",

@@ -167,8 +167,6 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
     except ModuleNotFoundError as error:
         raise MissingExtraError("cacheclip-vllm", "vllm") from error
 
-    if door.inspect:
-        raise ConfigurationError("--inspect is not for --backend vllm, whose own server answers. Leave it out.")
     table = settings.table(ServeTable)
     stated = {
         each.name: getattr(table, each.name) for each in fields(table) if getattr(table, each.name) != each.default
@@ -187,6 +185,7 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         tenants=door.tenants,
         origins=door.origins,
         body_bytes=table.max_body_bytes,
+        inspect=door.inspect,
         as_json=as_json,
     )
 

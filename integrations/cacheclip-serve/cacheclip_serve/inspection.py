@@ -54,6 +54,14 @@ class InspectedAnswer:
         texts += [each.text for each in (() if trace is None else trace.texts)]
         self.num_bytes = 2 * sum(map(len, texts)) + _TOKEN_BYTES * self.answer.stats.prompt_tokens
 
+    def compare(self, token_ids: Sequence[int], choices: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
+        """Note what full prefill chooses along its tokens."""
+        pairs = zip(token_ids, choices, strict=False)
+        at = next((n for n, (token, choice) in enumerate(pairs) if token != choice), None)
+        same = list(token_ids[:at])
+        choice = "" if at is None else decode([*same, choices[at]]).removeprefix(decode(same))
+        self.compared = ComparedAnswer(decode(same), at, choice or "(end)")
+
     @property
     def heading(self) -> str:
         """The end of what was asked: a question stands behind its texts."""
@@ -83,15 +91,16 @@ class Inspection:
         """Each tenant, and where it finds its page on the server at this address."""
         return [(tenant, f"{address}/inspect?key={key}") for key, tenant in self.keys.items()]
 
-    def add(self, question: ServedQuestion, answer: Answer) -> None:
+    def add(self, question: ServedQuestion, answer: Answer) -> InspectedAnswer:
         with self._lock:
             self._count += 1
-            self._answers.append(InspectedAnswer(self._count, question, answer))
+            self._answers.append(added := InspectedAnswer(self._count, question, answer))
             own = [each for each in self._answers if each.question.tenant == question.tenant]
             if len(own) > MOST_ANSWERS:
                 self._answers.remove(own[0])
             while sum(each.num_bytes for each in self._answers) > self.most_bytes and len(self._answers) > 1:
                 del self._answers[0]
+            return added
 
     def forget(self, tenant: str) -> None:
         with self._lock:
@@ -104,14 +113,10 @@ class Inspection:
 
     def compare(self, token_ids: Sequence[int], choices: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         """Note what full prefill chooses along an answer (:meth:`Observer.on_compared`)."""
-        pairs = zip(token_ids, choices, strict=False)
-        at = next((n for n, (token, choice) in enumerate(pairs) if token != choice), None)
-        same = list(token_ids[:at])
-        choice = "" if at is None else decode([*same, choices[at]]).removeprefix(decode(same))
         with self._lock:
-            for each in self._answers:
-                if each.answer.token_ids is token_ids:
-                    each.compared = ComparedAnswer(decode(same), at, choice or "(end)")
+            own = [each for each in self._answers if each.answer.token_ids is token_ids]
+        for each in own:
+            each.compare(token_ids, choices, decode)
 
     def tenant(self, key: str) -> str:
         """Whose key it is. Raises RequestError."""
@@ -131,15 +136,22 @@ class AnswerPages:
     """The paths of the pages."""
 
     inspection: Inspection
-    backend: ServingBackend
+    backend: ServingBackend | None
+    """Says why a text was not found, and stores it; None: nobody does."""
     model: str
 
     def paths(self) -> list[tuple[str, str, Callable[[Request], Any]]]:
-        return [
+        opened: list[tuple[str, str, Callable[[Request], Any]]] = [
             ("GET", "/inspect", partial(self._opened, self._list)),
             ("GET", "/inspect/{number:int}", partial(self._opened, self._answer)),
-            ("GET", "/inspect/{number:int}/why", self._why),
-            ("POST", "/inspect/{number:int}/learn", self._learn),
+        ]
+        if self.backend is None:
+            return opened
+        of_texts = partial(self._why, self.backend), partial(self._learn, self.backend)
+        return [
+            *opened,
+            ("GET", "/inspect/{number:int}/why", of_texts[0]),
+            ("POST", "/inspect/{number:int}/learn", of_texts[1]),
         ]
 
     def _tenant(self, request: Request) -> str:
@@ -171,17 +183,18 @@ class AnswerPages:
     async def _answer(self, request: Request) -> Response:
         one = self._one(request)
         place = f"/inspect/{one.number}"
-        page = answer_page(one.heading, one.answer, model=self.model, compared=one.compared, place=place)
+        asks = self.backend is not None
+        page = answer_page(one.heading, one.answer, model=self.model, compared=one.compared, place=place, asks=asks)
         return _page(page)
 
-    async def _why(self, request: Request) -> Response:
+    async def _why(self, backend: ServingBackend, request: Request) -> Response:
         one, text = self._text(request)
-        says = await asyncio.to_thread(self.backend.why, one.question, text)
+        says = await asyncio.to_thread(backend.why, one.question, text)
         return _page(note_page("Why was it not found?", says, f"/inspect/{one.number}"))
 
-    async def _learn(self, request: Request) -> Response:
+    async def _learn(self, backend: ServingBackend, request: Request) -> Response:
         one, text = self._text(request)
-        await asyncio.to_thread(self.backend.learn, one.question.tenant, text)
+        await asyncio.to_thread(backend.learn, one.question.tenant, text)
         says = "It is stored: the next prompt that has it reuses it."
         return _page(note_page("Learned", says, f"/inspect/{one.number}"))
 

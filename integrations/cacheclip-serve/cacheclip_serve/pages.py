@@ -103,14 +103,21 @@ def fresh_texts(trace: Trace) -> list[FreshText]:
 
 
 def answer_page(
-    question: str, answer: Answer, *, model: str, compared: ComparedAnswer | None = None, place: str | None = None
+    question: str,
+    answer: Answer,
+    *,
+    model: str,
+    compared: ComparedAnswer | None = None,
+    place: str | None = None,
+    asks: bool = True,
 ) -> str:
     """The page of one answer.
 
     Args:
         question: a short form of what was asked, as the heading.
         compared: what full prefill chooses along the answer; None: it was not compared.
-        place: address of the page on a server that says why a text was not found, and stores it; None: it is a file.
+        place: address of the page on a server; None: it is a file.
+        asks: whether the server says why a text was not found, and stores it.
     """
     stats, trace = answer.stats, answer.trace
     parts = ['<nav><a href="/inspect">all answers</a></nav>'] if place is not None else []
@@ -122,7 +129,8 @@ def answer_page(
         f".s{n} {{ box-shadow: inset 0 -3px 0 rgb(140 50 190 / {n / _LEVELS:.2f}); }}\n" for n in range(1, _LEVELS + 1)
     )
     if trace is not None:
-        parts += [_sources(trace, stats, place), _legend(trace), f'<pre class="prompt">{"".join(_prompt(trace))}</pre>']
+        prompt = f'<pre class="prompt">{"".join(_prompt(trace))}</pre>'
+        parts += [_sources(trace, stats, place if asks else None), _legend(trace), prompt]
     return whole_page(question, *parts, style=_STYLE + levels + widths)
 
 

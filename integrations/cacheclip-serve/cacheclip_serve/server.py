@@ -64,9 +64,7 @@ class Server:
         Raises:
             ConfigurationError: other machines could reach the address, and no API key is set, or there is a page.
         """
-        check_reachable(host, access)
-        if inspection is not None:
-            check_local(host)
+        check_reachable(host, access, inspects=inspection is not None)
         check_origins(origins, access)
         self._failure: Exception | None = None
         self.app = App(
@@ -163,8 +161,13 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def check_reachable(host: str, access: Access) -> None:
-    """Raise ConfigurationError if other machines could reach the address, and no API key is set."""
+def check_reachable(host: str, access: Access, *, inspects: bool = False) -> None:
+    """Raise ConfigurationError if other machines could reach the address, and no API key is set, or if it has pages
+    that show prompts."""
+    if inspects and not _is_loopback(host):
+        raise ConfigurationError(
+            f"--inspect shows prompts and answers, at local addresses only, got --host {host}. Leave --host out."
+        )
     if access.is_open and not _is_loopback(host):
         raise ConfigurationError(
             f"host {host!r} can be reached from other machines, and no API key is set, so anybody could ask. Set "
@@ -174,14 +177,6 @@ def check_reachable(host: str, access: Access) -> None:
 
 def address_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def check_local(host: str) -> None:
-    """Raise ConfigurationError unless only this machine reaches the address, for pages that show prompts."""
-    if not _is_loopback(host):
-        raise ConfigurationError(
-            f"--inspect shows prompts and answers, at local addresses only, got --host {host}. Leave --host out."
-        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -86,6 +86,7 @@ def launch_server(
     tenants: Path | None = None,
     origins: Sequence[str] = (),
     body_bytes: int = 2**23,
+    inspect: bool = False,
     as_json: bool = False,
 ) -> NoReturn:
     """Become vLLM's server. What vLLM writes goes to stderr.
@@ -94,6 +95,7 @@ def launch_server(
         config: settings of the planners.
         flags: of vLLM, passed on as they are.
         port: 0 takes a free one.
+        inspect: show how the last answers came about, at /inspect.
         as_json: write a JSON object with the address to stdout when the server is ready.
 
     Raises:
@@ -121,8 +123,9 @@ def launch_server(
         drops_tools=drops_tools,
         embedding=embedding,
         is_untried=not is_tried(),
+        inspects=inspect,
     )
-    check_reachable(host, settings.access)
+    check_reachable(host, settings.access, inspects=inspect)
     check_origins(origins, settings.access)
     config = concrete(config)
     settings = replace(settings, config=config)

@@ -49,6 +49,7 @@ from cacheclip_rag.guards import record_spans
 
 from .exchange import Replay, ReplySender, appending, as_text, changing, with_length
 from .idle import IdlePrefills
+from .inspecting import Inspecting
 from .internals import PROBE_TOKENS, check_probe, probe
 from .other_apis import MESSAGES, RESPONSES, add_system, as_counted, read_messages, read_response
 from .parameters import EXACT, PARAMETER, request_parameters
@@ -108,6 +109,7 @@ class CacheClip:
         self.planning = Planning(self._settings)
         self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
         self._idle = IdlePrefills(app, self.planning)
+        self._inspecting = Inspecting(self._settings, self.planning) if self._settings.inspects else None
         self._counters = Counters()
         self._bodies = Bodies(self._settings.body_bytes)
         self._embeddings = EmbeddingService(self._settings.embedding)
@@ -178,6 +180,8 @@ class CacheClip:
 
     def _tell_ready(self) -> None:
         settings = self._settings
+        if self._inspecting is not None:
+            self._inspecting.tell(settings.address)
         if settings.json_to is None:
             sys.stderr.write(f"{settings.name} is ready at {settings.address}/v1\n")
             return
@@ -217,6 +221,8 @@ class CacheClip:
             check_host(request)
         if path in _OPEN:
             return await self._app(scope, receive, send)
+        if self._inspecting is not None and self._inspecting.has(path):
+            return await self._inspecting.pages(scope, receive, send)
         caller = self._access.identify(request.headers.get("authorization"), request.headers.get("x-api-key"))
         if path == "/metrics" or path.startswith("/metrics/"):
             caller.check_metrics()
@@ -297,7 +303,7 @@ class CacheClip:
                 way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
-            kept = _MOST_KEPT if self._checks.rate or completes else 0
+            kept = _MOST_KEPT if self._checks.rate or completes or self._inspecting else 0
             stream = EventsReply(result) if is_other else StreamReply(result, _count_usage(body))
             reply = ReplySender(result, send, stream, kept=kept)
             replay = Replay(as_json(body), leaving, receive)
@@ -313,8 +319,11 @@ class CacheClip:
             if result.may_be_damaged:
                 self.planning.check(way, tenant)
             if reply.is_done:
+                shown = None
+                if self._inspecting is not None and result.stats is not None:
+                    shown = await self._inspecting.add(way, field, tenant, result.stats, reply.body)
                 if not is_other:
-                    self._checks.offer(scope, body, result, reply.body)
+                    self._checks.offer(scope, body, result, reply.body, shown)
                 if result.stats is not None:
                     self._idle.count(result.stats.prompt_tokens + result.stats.generated_tokens)
                 if way.reason == EXACT and result.outcome == "plain":

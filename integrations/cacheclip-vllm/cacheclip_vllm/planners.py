@@ -55,6 +55,8 @@ class Route:
     planning_s: float = 0.0
     erasures: object = None
     """:meth:`~cacheclip_vllm.planner.Planner.erasures` before it was planned."""
+    asked: PlannablePrompt | None = None
+    """None: it could not be read."""
 
 
 class Planning:
@@ -128,7 +130,7 @@ class Planning:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, self._way, asked, field, tenant, known, came, caller)
         except QueueFull:
-            return Route(reason="too many prompts wait to be planned")
+            return Route(reason="too many prompts wait to be planned", asked=asked)
         finally:
             caller.leave()
 
@@ -196,7 +198,7 @@ class Planning:
         except Exception as error:  # vLLM answers what we cannot plan
             reason = "planning failed"
             self._warn_once(_NOT_PLANNED, error, traced=True)
-        return Route(planned, reason, began - came, time.perf_counter() - began, erasures)
+        return Route(planned, reason, began - came, time.perf_counter() - began, erasures, asked)
 
     def _planned(
         self,

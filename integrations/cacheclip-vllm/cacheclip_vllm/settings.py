@@ -54,6 +54,8 @@ class ServerSettings:
     """Embedding model of ``/v1/embeddings``; None: there is none."""
     is_untried: bool = False
     """Whether this vLLM was never tried, so that a tiny answer is compared at start."""
+    inspects: bool = False
+    """Whether it has a page of the last answers."""
 
     @property
     def planner_config(self) -> EngineConfig:

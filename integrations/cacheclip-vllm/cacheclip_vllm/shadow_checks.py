@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from cacheclip_serve import as_json
+from cacheclip_serve import InspectedAnswer, as_json
 from starlette.types import ASGIApp, Message, Scope
 
 from cacheclip_rag import FusionStats
@@ -39,9 +39,17 @@ class ShadowChecks:
         self._running: asyncio.Task[None] | None = None
         self._default: float | None = None
 
-    def offer(self, scope: Scope, body: Mapping[str, Any], result: Result, sent: bytes | bytearray) -> None:
+    def offer(
+        self,
+        scope: Scope,
+        body: Mapping[str, Any],
+        result: Result,
+        sent: bytes | bytearray,
+        shown: InspectedAnswer | None = None,
+    ) -> None:
         """Compare an answer if it is chosen, unless another one is being compared. Returns at once. ``scope``: of the
-        client's request; ``body``: as it went to vLLM; ``sent``: vLLM's response, or the beginning of its stream."""
+        client's request; ``body``: as it went to vLLM; ``sent``: vLLM's response, or the beginning of its stream;
+        ``shown``: the answer on a page, which says what it differs in."""
         if not self.rate or result.stats is None or not result.stats.generated_tokens:
             return
         try:
@@ -53,7 +61,7 @@ class ShadowChecks:
         if is_chosen and self._running is not None and not self._running.done():
             self._planning.metrics.record_shadow_skipped()
         elif is_chosen:
-            self._running = asyncio.create_task(self._check(scope, body, result.stats, sent))
+            self._running = asyncio.create_task(self._check(scope, body, result.stats, sent, shown))
 
     def close(self) -> None:
         if self._running is not None:
@@ -69,7 +77,14 @@ class ShadowChecks:
             self._default = sampling.get("temperature", 1.0)
         return self._default
 
-    async def _check(self, scope: Scope, body: Mapping[str, Any], stats: FusionStats, sent: bytes | bytearray) -> None:
+    async def _check(
+        self,
+        scope: Scope,
+        body: Mapping[str, Any],
+        stats: FusionStats,
+        sent: bytes | bytearray,
+        shown: InspectedAnswer | None,
+    ) -> None:
         try:
             again = _again(body, min(stats.generated_tokens, SHADOW_TOKENS))
             answer, plain = ReplyText.of(sent), ReplyText.of(await ask_itself(self._app, scope, again))
@@ -80,6 +95,9 @@ class ShadowChecks:
             chosen += (_END,) * plain.has_ended
             if given:
                 self._shadow.record(given, chosen, method=stats.method)
+                if shown is not None:
+                    runtime = self._planning.planner(shown.question.tenant).primary
+                    shown.compare(given, chosen, lambda ids: runtime.decode_ids([n for n in ids if n != _END]))
             else:  # vLLM holds back half a character
                 self._shadow.skip("there is no text to compare")
         except Exception as error:

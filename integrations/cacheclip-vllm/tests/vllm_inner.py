@@ -178,7 +178,10 @@ def _counts(chat: dict[str, Any]) -> tuple[int, int, int]:
 
 def _as_message(chat: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "usage" not in chat:
-        yield {"type": "content_block_delta", "delta": {"type": "text_delta", "text": chat["choices"][0]["delta"]}}
+        yield {
+            "type": "content_block_delta",
+            "delta": {"type": "text_delta", "text": chat["choices"][0]["delta"]["content"]},
+        }
         return
     computed, cached, new = _counts(chat)
     usage = {"input_tokens": computed, "cache_read_input_tokens": cached, "output_tokens": new}
@@ -192,10 +195,11 @@ def _as_message(chat: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _as_response(chat: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if "usage" not in chat:
-        yield {"type": "response.output_text.delta", "delta": chat["choices"][0]["delta"]}
+        yield {"type": "response.output_text.delta", "delta": chat["choices"][0]["delta"]["content"]}
         return
     computed, cached, new = _counts(chat)
     details = {"input_tokens": computed + cached, "input_tokens_details": {"cached_tokens": cached}}
-    whole = {"object": "response", "usage": {**details, "output_tokens": new}}
+    said = {"type": "message", "content": [{"type": "output_text", "text": "".join(WORDS)}]}
+    whole: dict[str, Any] = {"object": "response", "output": [said], "usage": {**details, "output_tokens": new}}
     whole |= {name: chat[name] for name in ("kv_transfer_params", "metrics") if name in chat}
     yield whole if chat["choices"] else {"type": "response.completed", "response": whole}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,7 +114,7 @@ def served(
     def meanwhile() -> None:
         request.getfixturevalue("offline"), request.getfixturevalue("without_us")
 
-    with serving(setting, tmp_path_factory.mktemp("server"), meanwhile=meanwhile) as found:
+    with serving(setting, tmp_path_factory.mktemp("server"), "--inspect", meanwhile=meanwhile) as found:
         yield found
 
 
@@ -185,6 +187,16 @@ class TestEqualAnswers:
         again = served.chat(PROMPTS[0])
         assert again.cacheclip["outcome"] == "cached", "in vLLM's own cache, by the first answer"
         assert tuple(again.choices[0].token_ids) == expected[0]
+
+    def test_the_page_of_an_answer(self, served: Served) -> None:
+        found = served.chat(PROMPTS[0])
+        (own,) = re.findall(r"answers of default: (\S+)", served.log.read_text())
+        with httpx.Client(follow_redirects=True) as visitor:
+            number = re.findall(r"/inspect/(\d+)", visitor.get(own).text)[0]
+            page = visitor.get(f"{served.address}/inspect/{number}").text
+        assert html.escape(found.choices[0].message.content) in page and CHUNKS[0][:30] in page
+        tokens = sum(int(each.replace(",", "")) for each in re.findall(r"<td>([\d,]+) / ", page))
+        assert tokens == found.cacheclip["chunk_tokens"] and "computed again" in page
 
     async def test_the_requests_of_applications(self, served: Served) -> None:
         """Open WebUI's and LiteLLM's, which are planned and answered as they expect."""
