@@ -109,8 +109,17 @@ class LLMConformance:
         assert llm.complete(PROMPT).text, "and it still answers"
 
 
-class TransformConformance:
-    """For steps of an ingestion pipeline: define the fixture ``transform``, which changes no node."""
+@pytest.fixture
+def llm(tiny_models: dict[str, str]) -> CacheClipLLM:
+    return CacheClipLLM(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], max_tokens=12)
+
+
+class TestTransform:
+    """A step of an ingestion pipeline that changes no node."""
+
+    @pytest.fixture
+    def transform(self, llm: CacheClipLLM) -> CacheClipTransform:
+        return CacheClipTransform.from_llm(llm)
 
     @pytest.fixture
     def nodes(self) -> list[BaseNode]:
@@ -138,9 +147,10 @@ class TransformConformance:
         assert type(transform).class_name() == type(transform).__name__
 
 
-class SynthesizerConformance:
-    """For response synthesizers: define the fixture ``make``, a function from options (``streaming``) to a synthesizer
-    with a greedy model."""
+class TestSynthesizer:
+    @pytest.fixture
+    def make(self, llm: CacheClipLLM) -> Callable[..., CacheClipSynthesizer]:
+        return lambda **options: CacheClipSynthesizer(llm=llm, **options)
 
     @pytest.fixture
     def nodes(self) -> list[NodeWithScore]:
@@ -178,30 +188,25 @@ class SynthesizerConformance:
         assert str(synthesizer.synthesize(PROMPT, nodes)) != before
 
 
-class DocumentStoreConformance:
-    """For document stores: define the fixture ``docstore``, an empty store."""
+class TestDocumentStore:
+    @pytest.fixture
+    def docstore(self, llm: CacheClipLLM) -> CacheClipDocumentStore:
+        return CacheClipDocumentStore.of(llm)
 
     @pytest.fixture
     def nodes(self) -> list[TextNode]:
         """Two nodes of one document, one node of another."""
-        return [
-            TextNode(
-                text=f"Lamp number {n} was lit.",
-                id_=f"node-{n}",
-                relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"doc-{n // 2}")},
-            )
-            for n in range(3)
-        ]
+        sources = [{NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"doc-{n // 2}")} for n in range(3)]
+        texts = [(f"Lamp number {n} was lit.", f"node-{n}") for n in range(3)]
+        return [TextNode(text=t, id_=i, relationships=s) for (t, i), s in zip(texts, sources, strict=True)]
 
     def test_what_is_added_is_there(self, docstore: BaseDocumentStore, nodes: list[TextNode]) -> None:
         docstore.add_documents(nodes)
         assert docstore.get_document("node-1") == nodes[1] and docstore.document_exists("node-1")
         assert sorted(docstore.docs) == ["node-0", "node-1", "node-2"]
         assert docstore.get_nodes(["node-2", "node-0"]) == [nodes[2], nodes[0]]
-        assert {name: info.node_ids for name, info in (docstore.get_all_ref_doc_info() or {}).items()} == {
-            "doc-0": ["node-0", "node-1"],
-            "doc-1": ["node-2"],
-        }
+        ids = {name: info.node_ids for name, info in (docstore.get_all_ref_doc_info() or {}).items()}
+        assert ids == {"doc-0": ["node-0", "node-1"], "doc-1": ["node-2"]}
         with pytest.raises(ValueError, match="node-9"):
             docstore.get_document("node-9")
         assert docstore.get_document("node-9", raise_error=False) is None
@@ -243,26 +248,3 @@ class TestCompletionModel(LLMConformance):
     @pytest.fixture
     def llm(self, tiny_models: dict[str, str]) -> CacheClipLLM:
         return CacheClipLLM(primary=tiny_models["qwen2"], auxiliary=None, max_tokens=12, is_chat_model=False)
-
-
-@pytest.fixture
-def llm(tiny_models: dict[str, str]) -> CacheClipLLM:
-    return CacheClipLLM(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], max_tokens=12)
-
-
-class TestTransform(TransformConformance):
-    @pytest.fixture
-    def transform(self, llm: CacheClipLLM) -> CacheClipTransform:
-        return CacheClipTransform.from_llm(llm)
-
-
-class TestSynthesizer(SynthesizerConformance):
-    @pytest.fixture
-    def make(self, llm: CacheClipLLM) -> Callable[..., CacheClipSynthesizer]:
-        return lambda **options: CacheClipSynthesizer(llm=llm, **options)
-
-
-class TestDocumentStore(DocumentStoreConformance):
-    @pytest.fixture
-    def docstore(self, llm: CacheClipLLM) -> CacheClipDocumentStore:
-        return CacheClipDocumentStore.of(llm)

@@ -1,42 +1,26 @@
-# ruff: noqa: F401, F811 (fixtures are imported)
 """LlamaIndex around the LLM: chat engines, composed query engines, workflows, agents, and what retrievers and
 postprocessors do to the text that a model reads."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from cacheclip_testing import fake_of
-from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
-from llama_index.core.agent.workflow import ReActAgent
-from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core import Document, PromptTemplate, VectorStoreIndex
 from llama_index.core.llms import MockLLM
-from llama_index.core.node_parser import (
-    HierarchicalNodeParser,
-    SentenceSplitter,
-    SentenceWindowNodeParser,
-    get_leaf_nodes,
-)
+from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
-from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor, SimilarityPostprocessor
-from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.retrievers import AutoMergingRetriever
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
-from llama_index.core.selectors import LLMSingleSelector
-from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
-from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.llms.cacheclip.statistics import collector
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
-from llama_index_cases import Events, WordEmbedding, scripted
+from llama_index_cases import Events, WordEmbedding
 
 
 @pytest.fixture
@@ -76,10 +60,8 @@ class TestEngines:
     @pytest.mark.parametrize(
         ("mode", "hits"),
         [
-            ("simple", [[0]] * 4),
-            ("context", [[2]] * 4),
-            ("condense_plus_context", [[2], [0, 2], [0, 2], [0, 2]]),
-            ("condense_question", [[2], [0, 2], [0, 2], [0, 2]]),
+            *[("simple", [[0]] * 4), ("context", [[2]] * 4)],
+            *((mode, [[2], *[[0, 2]] * 3]) for mode in ("condense_plus_context", "condense_question")),
         ],
     )
     async def test_chat_engines_have_them_too(
@@ -87,13 +69,12 @@ class TestEngines:
     ) -> None:
         """Of all prompts of a turn: the one that condenses the question, and that of the answer."""
         engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
-        found = [engine.chat(question), await engine.achat(question)]
-        streamed = engine.stream_chat(question)
+        answers = [engine.chat(question), await engine.achat(question)]
+        answers += [streamed := engine.stream_chat(question)]
         assert "".join(streamed.response_gen)
-        async_streamed = await engine.astream_chat(question)
-        assert [token async for token in async_streamed.async_response_gen()]
-        found += [streamed, async_streamed]
-        assert [[stats["hits"] for stats in response.metadata["cacheclip"]] for response in found] == hits
+        answers += [streamed := await engine.astream_chat(question)]
+        assert [token async for token in streamed.async_response_gen()]
+        assert [[stats["hits"] for stats in response.metadata["cacheclip"]] for response in answers] == hits
         assert collector() is None
         other = index.as_chat_engine(chat_mode=mode, llm=MockLLM(), similarity_top_k=2)
         assert "cacheclip" not in (other.chat(question).metadata or {})
@@ -145,30 +126,24 @@ class TestWhatTheModelReads:
         assert stats["chunk_tokens"] >= 0.9 * tokens
 
 
-class TestAtOnce:
-    async def test_the_event_loop_goes_on(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        chunks: list[str],
-        question: str,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """The model works in another thread, from the first prompt on; so does what counts its tokens."""
-        synthesizer = CacheClipSynthesizer(llm=llm, streaming=True)
-        engine = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True, response_synthesizer=synthesizer)
-        runtime, tokenized = fake_of(llm.engine), list[tuple[threading.Thread, str]]()
-        tokenize = runtime.tokenize
+async def test_the_event_loop_goes_on(
+    index: VectorStoreIndex, llm: CacheClipLLM, chunks: list[str], question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model works in another thread, from the first prompt on; so does what counts its tokens."""
+    synthesizer = CacheClipSynthesizer(llm=llm, streaming=True)
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True, response_synthesizer=synthesizer)
+    runtime, tokenized = fake_of(llm.engine), list[tuple[threading.Thread, str]]()
+    tokenize = runtime.tokenize
 
-        def watched(text: str, **options: Any) -> Any:
-            tokenized.append((threading.current_thread(), text))
-            return tokenize(text, **options)
+    def watched(text: str, **options: Any) -> Any:
+        tokenized.append((threading.current_thread(), text))
+        return tokenize(text, **options)
 
-        monkeypatch.setattr(runtime, "tokenize", watched)
-        response = await engine.aquery(question)
-        assert [token async for token in response.async_response_gen()]
-        main = threading.main_thread()
-        assert any(thread is not main and chunk in text for thread, text in tokenized for chunk in chunks)
-        here = [text for thread, text in tokenized if thread is main]
-        assert max(map(len, here), default=0) < 1000, "templates at most"
-        assert not any(chunk in text for text in here for chunk in chunks)
+    monkeypatch.setattr(runtime, "tokenize", watched)
+    response = await engine.aquery(question)
+    assert [token async for token in response.async_response_gen()]
+    main = threading.main_thread()
+    assert any(thread is not main and chunk in text for thread, text in tokenized for chunk in chunks)
+    here = [text for thread, text in tokenized if thread is main]
+    assert max(map(len, here), default=0) < 1000, "templates at most"
+    assert not any(chunk in text for text in here for chunk in chunks)

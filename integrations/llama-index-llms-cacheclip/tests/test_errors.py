@@ -156,9 +156,8 @@ class TestPacking:
 
     def test_nothing_is_fetched_to_count(self) -> None:
         assert CacheClipLLM(primary="some/model").metadata.context_window
-        assert SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text("The keeper lived there.") == [
-            "The keeper lived there."
-        ]
+        said = "The keeper lived there."
+        assert SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text(said) == [said]
 
     def test_it_keeps_no_weights(self, tiny_models: dict[str, str]) -> None:
         tokenizer = pickle.loads(pickle.dumps(CacheClipLLM(primary=tiny_models["llama"]).tokenizer))

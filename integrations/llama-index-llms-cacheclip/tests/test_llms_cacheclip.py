@@ -64,15 +64,8 @@ def llm(tmp_path: Path) -> CacheClipLLM:
 @pytest.fixture
 def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     """On a transformer."""
-    return CacheClipLLM(
-        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
-    )
-
-
-# -- stock query engines --------------------------------------------------------------------------------------------
-
-
-# -- ingestion ------------------------------------------------------------------------------------------------------
+    models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return CacheClipLLM(**models, store=str(tmp_path / "store"), max_tokens=12)
 
 
 def pipeline_for(llm: CacheClipLLM) -> IngestionPipeline:
@@ -117,9 +110,7 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     nodes = [TextNode(text=chunks[0]), TextNode(text="  \n"), TextNode(text="")]
     before = [node.model_copy(deep=True) for node in nodes]
     result = CacheClipTransform.from_llm(llm)(nodes)
-    assert result is nodes
-    assert result == before
-    assert llm.engine.is_stored(chunks[0])
+    assert result is nodes and result == before and llm.engine.is_stored(chunks[0])
 
 
 @pytest.mark.parametrize("method", ["cacheclip", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str)
@@ -163,19 +154,10 @@ async def test_progress_in_a_pipeline(llm: CacheClipLLM, chunks: list[str], caps
 
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
-    changes = {
-        "primary": "other",
-        "store": "elsewhere",
-        "namespace": "bob",
-        "method": "block",
-        "dtype": "bfloat16",
-        "system_prompt": "x",
-    }
+    changes = {"primary": "other", "store": "elsewhere", "namespace": "bob", "method": "block", "dtype": "bfloat16"}
+    changes["system_prompt"] = "x"
     texts = {str(transform.model_copy(update={name: value}).to_dict()) for name, value in changes.items()}
     assert len(texts | {str(transform.to_dict())}) == len(changes) + 1
-
-
-# -- the eight calls ------------------------------------------------------------------------------------------------
 
 
 async def test_reused_tokens_are_in_the_standard_fields(llm: CacheClipLLM, chunks: list[str], question: str) -> None:
@@ -197,11 +179,10 @@ async def test_reused_tokens_are_in_the_standard_fields(llm: CacheClipLLM, chunk
 async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM) -> None:
     await llm.acomplete(PROMPT)
     await llm.achat(MESSAGES)
-    [r async for r in await llm.astream_complete(PROMPT)]
-    [r async for r in await llm.astream_chat(MESSAGES)]
+    for stream in (await llm.astream_complete(PROMPT), await llm.astream_chat(MESSAGES)):
+        assert [part async for part in stream]
     threads = fake_of(llm.engine).threads["prefill"]
-    assert len(threads) == 4
-    assert threading.main_thread() not in threads
+    assert len(threads) == 4 and threading.main_thread() not in threads
 
 
 async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM) -> None:
@@ -295,16 +276,11 @@ def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
     assert answer.message.content == llm.complete(PROMPT).text
 
 
-# -- construction ---------------------------------------------------------------------------------------------------
-
-
 def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str], tmp_path: Path) -> None:
     """A folder without weights: whoever loads it fails."""
     shutil.copy(Path(tiny_models["llama"]) / "config.json", tmp_path)
     llm = CacheClipLLM(primary=str(tmp_path), auxiliary=None, max_tokens=12)
-    assert llm.metadata.context_window == 2048
-    assert llm.metadata.num_output == 12
-    assert llm.metadata.is_chat_model
+    assert llm.metadata.context_window == 2048 and llm.metadata.num_output == 12 and llm.metadata.is_chat_model
     assert CacheClipLLM(primary="smollm2-135m").metadata.context_window == 8192
     assert CacheClipLLM(context_window=777).metadata.context_window == 777
     assert CacheClipLLM(primary="nobody/unheard-of").metadata.context_window > 0

@@ -105,8 +105,7 @@ class TestSynthesizer:
     async def test_a_summary_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
         """This mode is answered by ours alone, and streamed by it."""
         llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
-        whole = CacheClipSynthesizer(llm=llm, response_mode="simple_summarize")
-        streamed = CacheClipSynthesizer(llm=llm, response_mode="simple_summarize", streaming=True)
+        whole, streamed = (CacheClipSynthesizer(llm=llm, response_mode="simple_summarize", streaming=s) for s in (0, 1))
         texts = [str(whole.synthesize(question, nodes)), str(await whole.asynthesize(question, nodes))]
         answer = streamed.synthesize(question, nodes)
         assert isinstance(answer, StreamingResponse)
@@ -118,18 +117,14 @@ class TestSynthesizer:
 
     def test_whole_chunks(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events) -> None:
         """Where the context ends, the next chunk goes into another prompt; a stock synthesizer would cut it."""
-        tokens = max(len(llm.engine.primary.tokenize(each.node.get_content()).ids) for each in nodes)
-        template = PromptTemplate("{context_str} {query_str}")
-        narrow = llm.model_copy(update={"context_window": 1024 + tokens + 98})
         texts = [each.node.get_content() for each in nodes]
-        synthesizer = CacheClipSynthesizer(
-            llm=narrow,
-            text_qa_template=template,
-            refine_template=PromptTemplate("{existing_answer} {context_msg} {query_str}"),
-        )
-        packs = synthesizer._prompt_helper.repack(
-            template.partial_format(query_str=question), texts, padding=1024, llm=narrow
-        )
+        tokens = max(len(llm.engine.primary.tokenize(text).ids) for text in texts)
+        template = PromptTemplate("{context_str} {query_str}")
+        refine = PromptTemplate("{existing_answer} {context_msg} {query_str}")
+        narrow = llm.model_copy(update={"context_window": 1024 + tokens + 98})
+        synthesizer = CacheClipSynthesizer(llm=narrow, text_qa_template=template, refine_template=refine)
+        asked = template.partial_format(query_str=question)
+        packs = synthesizer._prompt_helper.repack(asked, texts, padding=1024, llm=narrow)
         assert len(packs) > 1 and [text for pack in packs for text in pack.split("\n\n")] == texts
         synthesizer.synthesize(question, nodes)
         seen.fusions.clear()
@@ -179,27 +174,22 @@ class TestSynthesizer:
         assert all(each.node.get_content() in context for each in nodes)
         assert str(CacheClipSynthesizer(llm=llm, response_mode="generation").synthesize(question, nodes))
 
-    def test_structured_output_goes_by_text(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
+    def test_structured(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events) -> None:
+        """The nodes are known on both ways."""
+
         class Fact(BaseModel):
             name: str
 
         asked = scripted(llm, '{"name": "Brindle"}')
-        structured = llm.as_structured_llm(Fact)
-        answer = CacheClipSynthesizer(llm=structured).synthesize(question, nodes)
-        assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
+        answers = [CacheClipSynthesizer(llm=llm.as_structured_llm(Fact)).synthesize(question, nodes)]
         assert nodes[0].node.get_content() in asked[0]
-
-    def test_output_class(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events) -> None:
-        """The nodes are known on this way, too."""
-
-        class Fact(BaseModel):
-            name: str
-
+        llm.engine.release([each.node.get_content() for each in nodes])
+        seen.fusions.clear()
         for _ in range(2):
             scripted(llm, '{"name": "Brindle"}')
-            synthesizer = CacheClipSynthesizer(llm=llm, output_cls=Fact)
-            answer = synthesizer.synthesize(question, nodes)
-            assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
+            answers.append(CacheClipSynthesizer(llm=llm, output_cls=Fact).synthesize(question, nodes))
+        assert all(isinstance(answer, PydanticResponse) for answer in answers)
+        assert [answer.response for answer in answers] == [Fact(name="Brindle")] * 3
         ids = ["node-0", "node-1", "node-2"]
         assert [(event.hits, event.misses, event.node_ids) for event in seen.fusions] == [(0, 3, ids), (3, 0, ids)]
 
@@ -323,22 +313,14 @@ class TestDeletion:
     async def test_a_document_that_changed_in_one_place(self, llm: CacheClipLLM, how: str) -> None:
         """Within an update only what is new is computed, and only what is gone released."""
         docstore = CacheClipDocumentStore.of(llm)
-        splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
-        parts = [splitter, WordEmbedding(), CacheClipTransform.from_llm(llm)]
-        pipeline = IngestionPipeline(
-            transformations=parts,
-            docstore=docstore,
-            vector_store=SimpleVectorStore(),
-            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
-        )
+        splitter, embedding = SentenceSplitter(chunk_size=24, chunk_overlap=0), WordEmbedding()
+        transform = CacheClipTransform.from_llm(llm)
+        strategy: Any = {"docstore": docstore, "docstore_strategy": DocstoreStrategy.UPSERTS_AND_DELETE}
+        parts = [splitter, embedding, transform]
+        pipeline = IngestionPipeline(transformations=parts, vector_store=SimpleVectorStore(), **strategy)
         storage = StorageContext.from_defaults(docstore=docstore)
-        index = VectorStoreIndex(
-            [],
-            storage_context=storage,
-            embed_model=WordEmbedding(),
-            transformations=[splitter, parts[-1]],
-            store_nodes_override=True,
-        )
+        options: Any = {"transformations": [splitter, transform], "store_nodes_override": True}
+        index = VectorStoreIndex([], storage_context=storage, embed_model=embedding, **options)
 
         async def ingest(documents: list[Document]) -> None:
             if how == "pipeline":

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811 (fixtures are imported)
 """Ingestion across processes: workers of a pipeline, and a run that is killed."""
 
 from __future__ import annotations
@@ -6,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

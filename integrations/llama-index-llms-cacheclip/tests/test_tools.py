@@ -43,20 +43,21 @@ def settings(tool_model: str) -> dict[str, Any]:
     return {"primary": tool_model, "auxiliary": None, "method": "direct", "max_tokens": 100}
 
 
+def calls_functions(**settings: Any) -> bool:
+    return CacheClipLLM(**settings).metadata.is_function_calling_model
+
+
 class TestLlamaIndex:
     def test_its_words(self, tool_model: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-        assert issubclass(CacheClipLLM, FunctionCallingLLM)
-        assert CacheClipLLM(primary=tool_model).metadata.is_function_calling_model
-        assert not CacheClipLLM(primary=tiny_models["llama"]).metadata.is_function_calling_model
-        assert not CacheClipLLM(primary="some/model").metadata.is_function_calling_model
-        assert not CacheClipLLM(primary=tool_model, is_chat_model=False).metadata.is_function_calling_model
+        """A packaged model need not be there."""
+        assert issubclass(CacheClipLLM, FunctionCallingLLM) and calls_functions(primary=tool_model)
+        assert not calls_functions(primary=tiny_models["llama"]) and not calls_functions(primary="some/model")
+        assert not calls_functions(primary=tool_model, is_chat_model=False)
+        with monkeypatch.context() as patch:
+            patch.setenv("CACHECLIP_HOME", "/nowhere")
+            assert calls_functions(primary="qwen2.5-coder-0.5b") and not calls_functions(primary="smollm2-135m")
         monkeypatch.setattr("llama_index.llms.cacheclip.base.can_constrain", lambda: False)
-        assert not CacheClipLLM(primary=tool_model).metadata.is_function_calling_model
-
-    def test_a_packaged_model_need_not_be_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-        assert CacheClipLLM(primary="qwen2.5-coder-0.5b").metadata.is_function_calling_model
-        assert not CacheClipLLM(primary="smollm2-135m").metadata.is_function_calling_model
+        assert not calls_functions(primary=tool_model)
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     async def test_an_agent_that_is_refused_is_told_why(
@@ -118,39 +119,32 @@ class TestLlamaIndex:
 
     def test_calls_in_a_response(self, llm: CacheClipLLM) -> None:
         wanted = [FunctionTool.from_defaults(lambda query: query, name="search", description="Finds.")]
+        calls = llm.get_tool_calls_from_response
         fake_of(llm.engine).says = [f"{CALL}\n{CALL}", f"{CALL}\n{CALL}", CALL, "No."]
         response = llm.chat_with_tools(wanted, user_msg="Where?", allow_parallel_tool_calls=True)
-        calls = llm.get_tool_calls_from_response(response)
-        assert [call.tool_kwargs for call in calls] == [{"query": "fenêtre"}] * 2
-        response = llm.chat_with_tools(wanted, user_msg="Where?")
-        assert len(llm.get_tool_calls_from_response(response)) == 1
+        assert [call.tool_kwargs for call in calls(response)] == [{"query": "fenêtre"}] * 2
+        assert len(calls(llm.chat_with_tools(wanted, user_msg="Where?"))) == 1
         *_, last = llm.stream_chat_with_tools(wanted, user_msg="Where?")
-        assert len(llm.get_tool_calls_from_response(last)) == 1 and not last.message.content
+        assert len(calls(last)) == 1 and not last.message.content
         response = llm.chat_with_tools(wanted, user_msg="Where?")
-        assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+        assert calls(response, error_on_no_tool_call=False) == []
         with pytest.raises(ValueError, match="at least one tool call, got 'No.'"):
-            llm.get_tool_calls_from_response(response)
+            calls(response)
 
     def test_calls_of_other_models_are_read(self, llm: CacheClipLLM) -> None:
-        """Newer versions of LlamaIndex keep calls in blocks."""
+        """Newer versions of LlamaIndex keep calls in blocks. Half a character in one is replaced."""
         from llama_index.core.base.llms import types
 
+        user = ChatMessage(role=MessageRole.USER, content="Where?")
         block = types.ToolCallBlock(tool_call_id="1", tool_name="search", tool_kwargs={"query": "x"})
-        messages = [
-            ChatMessage(role=MessageRole.USER, content="Where?"),
-            ChatMessage(role=MessageRole.ASSISTANT, blocks=[block]),
-            ChatMessage(role=MessageRole.TOOL, content="Here.", additional_kwargs={"tool_call_id": "1"}),
-        ]
-        llm.chat(messages)
-        assert '{"name": "search", "arguments": {"query": "x"}}' in fake_of(llm.engine).prompts[0]
-        assert "[tool] Here." in fake_of(llm.engine).prompts[0]
-
-    def test_half_a_character_in_an_earlier_call(self, llm: CacheClipLLM) -> None:
+        called = ChatMessage(role=MessageRole.ASSISTANT, blocks=[block])
+        llm.chat([user, called, ChatMessage(role="tool", content="Here.", additional_kwargs={"tool_call_id": "1"})])
+        prompts = fake_of(llm.engine).prompts
+        assert '{"name": "search", "arguments": {"query": "x"}}' in prompts[0] and "[tool] Here." in prompts[0]
         call = {"id": "abcdefghi", "function": {"name": "search", "arguments": r'{"q\ud83d": "\ud83d"}'}}
         answer = ChatMessage(role=MessageRole.ASSISTANT, content="", additional_kwargs={"tool_calls": [call]})
-        user = ChatMessage(role=MessageRole.USER, content="Where?")
         llm.chat([user, answer, user])
-        assert '{"name": "search", "arguments": {"q\ufffd": "\ufffd"}}' in fake_of(llm.engine).prompts[0]
+        assert '{"name": "search", "arguments": {"q\ufffd": "\ufffd"}}' in prompts[1]
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("calling", [True, False])

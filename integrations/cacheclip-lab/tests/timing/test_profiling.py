@@ -87,10 +87,6 @@ def test_the_store_of_the_engine_is_left_alone(make: Make, tmp_path: Path) -> No
     assert engine.prefixes.stats.blocks == 0
 
 
-class Remote(ThrottledBackend):
-    name = "remote"
-
-
 def behind(folder: Path, kind: type[ThrottledBackend] = ThrottledBackend) -> ChunkStore:
     """A store that reads 100 kB/s."""
     return ChunkStore(Catalog(folder), Tiers([kind(DiskBackend(folder), bytes_per_s=1e5)]))

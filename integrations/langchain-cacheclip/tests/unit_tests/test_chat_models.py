@@ -45,9 +45,8 @@ def llm(tmp_path: Path) -> ChatCacheClip:
 @pytest.fixture
 def tiny(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
     """On a transformer."""
-    return ChatCacheClip(
-        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
-    )
+    models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return ChatCacheClip(**models, store=str(tmp_path / "store"), max_tokens=12)
 
 
 @pytest.fixture
@@ -55,67 +54,55 @@ def documents(chunks: list[str]) -> list[Document]:
     return [Document(chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
 
 
-# -- stock chains ---------------------------------------------------------------------------------------------------
-
-
 def test_documents_as_candidates(llm: ChatCacheClip, documents: list[Document]) -> None:
-    prompt = f"{documents[0].page_content}\n\n{documents[1].page_content}\n\n{PROMPT}"
-    first = llm.invoke(prompt, documents=[documents[0], documents[1].page_content, " "])
-    assert first.response_metadata["cacheclip"]["misses"] == 2
-    alone = llm.invoke(f"{documents[2].page_content}\n\n{PROMPT}", documents=documents[2].page_content)
-    assert alone.response_metadata["cacheclip"]["misses"] == 1
-    again = llm.bind(documents=documents[:2]).invoke(prompt)
-    assert again.response_metadata["cacheclip"]["hits"] == 2
+    def stats(model: Any, *contents: str, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = model.invoke("\n\n".join([*contents, PROMPT]), **options).response_metadata["cacheclip"]
+        return found
+
+    first, second, third = (document.page_content for document in documents[:3])
+    assert stats(llm, first, second, documents=[documents[0], second, " "])["misses"] == 2
+    assert stats(llm, third, documents=third)["misses"] == 1
+    assert stats(llm.bind(documents=documents[:2]), first, second)["hits"] == 2
     with pytest.raises(ConfigurationError, match="Documents or strings, got int"):
-        llm.invoke(prompt, documents=[1])
-
-
-# -- the four calls -------------------------------------------------------------------------------------------------
+        stats(llm, documents=[1])
 
 
 async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     message = llm.invoke(PROMPT)
-    assert message.response_metadata["model_name"] == llm.primary
-    assert message.response_metadata["finish_reason"] in ("stop", "length")
-    stats = message.response_metadata["cacheclip"]
-    usage = message.usage_metadata
-    assert usage["input_tokens"] == stats["prompt_tokens"]
-    assert usage["output_tokens"] == stats["generated_tokens"]
+    told, usage = message.response_metadata, message.usage_metadata
+    stats = told["cacheclip"]
+    assert told["model_name"] == llm.primary and told["finish_reason"] in ("stop", "length")
+    assert (usage["input_tokens"], usage["output_tokens"]) == (stats["prompt_tokens"], stats["generated_tokens"])
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_token_details"]["cache_read"] == stats["reused_tokens"]
-    assert message.response_metadata["gen_ai.usage.cache_read.input_tokens"] == stats["reused_tokens"]
+    assert told["gen_ai.usage.cache_read.input_tokens"] == stats["reused_tokens"]
     for chunks in (list(llm.stream(PROMPT)), [chunk async for chunk in llm.astream(PROMPT)]):
         assert chunks[0].response_metadata["model_name"] == llm.primary
         assert sum("model_name" in chunk.response_metadata for chunk in chunks) == 1
         assert [chunk for chunk in chunks if chunk.chunk_position == "last"] == chunks[-1:]
-        assert "cacheclip" in chunks[-1].response_metadata
-        assert "gen_ai.usage.cache_read.input_tokens" in chunks[-1].response_metadata
+        assert {"cacheclip", "gen_ai.usage.cache_read.input_tokens"} <= {*chunks[-1].response_metadata}
         assert "".join(chunk.content for chunk in chunks) == message.content
         assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1
 
 
 async def test_callbacks_see_every_token_once(llm: ChatCacheClip) -> None:
     streaming = llm.model_copy(update={"streaming": True})
-    recorder = Recorder()
-    text = streaming.invoke(PROMPT, {"callbacks": [recorder]}).content
-    assert "".join(recorder.tokens) == text
-    recorder = Recorder()
-    assert "".join([chunk.content async for chunk in llm.astream(PROMPT, {"callbacks": [recorder]})]) == text
-    assert "".join(recorder.tokens) == text
+    first, second = Recorder(), Recorder()
+    text = streaming.invoke(PROMPT, {"callbacks": [first]}).content
+    assert "".join([chunk.content async for chunk in llm.astream(PROMPT, {"callbacks": [second]})]) == text
+    assert "".join(first.tokens) == "".join(second.tokens) == text
 
 
 async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip) -> None:
     await llm.ainvoke(PROMPT)
     [chunk async for chunk in llm.astream(PROMPT)]
     threads = fake_of(llm.engine).threads["prefill"]
-    assert len(threads) == 2
-    assert threading.main_thread() not in threads
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 def test_tokens_are_counted_with_the_models_own_tokenizer(tiny: ChatCacheClip, chunks: list[str]) -> None:
     ids = tiny.get_token_ids(chunks[0])
-    assert tiny.engine.primary.decode_ids(ids) == chunks[0]
-    assert tiny.get_num_tokens(chunks[0]) == len(ids)
+    assert tiny.engine.primary.decode_ids(ids) == chunks[0] and tiny.get_num_tokens(chunks[0]) == len(ids)
 
 
 Read = Callable[[], list[Message]]
@@ -127,17 +114,31 @@ def read(llm: ChatCacheClip) -> Read:
     return lambda: messages_of(fake_of(llm.engine).prompts[-1])
 
 
-def test_messages_become_roles(llm: ChatCacheClip, read: Read) -> None:
-    turns = [SystemMessage("s"), HumanMessage([{"type": "text", "text": "a"}, "b"]), AIMessage("x")]
-    llm.invoke([*turns, AIMessageChunk(content="y"), ChatMessage("z", role="user")])
-    assert [m["role"] for m in read()] == ["system", "user", "assistant", "assistant", "user"]
-    assert [m["content"] for m in read()] == ["s", "ab", "x", "y", "z"]
+def text(said: str, kind: str = "text") -> dict[str, str]:
+    return {"type": kind, "text": said}
 
 
-def test_blocks_are_read_in_order(llm: ChatCacheClip, read: Read) -> None:
-    plain = [{"type": "text-plain", "text": text} for text in ("First.", "Second.")]
-    llm.invoke([HumanMessage([{"type": "text", "text": "Compare"}, " this:", plain[0], "with:", plain[1], "Well?"])])
-    assert read()[0]["content"] == "Compare this:\n\nFirst.\n\nwith:\n\nSecond.\n\nWell?"
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (
+            [SystemMessage("s"), HumanMessage([text("a"), "b"]), AIMessage("x"), AIMessageChunk(content="y")],
+            [("system", "s"), ("user", "ab"), ("assistant", "x"), ("assistant", "y")],
+        ),
+        (
+            [HumanMessage([text("Read"), " it:", text("1.", "text-plain"), "with:", text("2.", "text-plain"), "?"])],
+            [("user", "Read it:\n\n1.\n\nwith:\n\n2.\n\n?")],
+        ),
+        (
+            [ChatMessage("Short.", role="developer"), ChatMessage("z", role="user"), FunctionMessage("42", name="f g")],
+            [("system", "Short."), ("user", "z"), ("tool", "42")],
+        ),
+    ],
+    ids=["roles", "blocks in order", "old kinds"],
+)
+def test_messages_are_read(llm: ChatCacheClip, read: Read, messages: Any, expected: list[tuple[str, str]]) -> None:
+    llm.invoke([*messages, HumanMessage(PROMPT)])
+    assert [(message["role"], message["content"]) for message in read()] == [*expected, ("user", PROMPT)]
 
 
 def test_calls_and_results_of_tools_are_read(llm: ChatCacheClip, read: Read) -> None:
@@ -155,32 +156,21 @@ def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: 
     assert read()[1]["content"].startswith("Wait.") and "see" not in read()[1]["content"]
 
 
-def test_old_kinds_of_messages(llm: ChatCacheClip, read: Read) -> None:
-    llm.invoke([ChatMessage("Be brief.", role="developer"), HumanMessage(PROMPT), FunctionMessage("42", name="f g")])
-    assert [(each["role"], each["content"]) for each in read()] == [
-        ("system", "Be brief."),
-        ("user", PROMPT),
-        ("tool", "42"),
-    ]
-
-
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip, read: Read) -> None:
     with pytest.raises(ConfigurationError, match="'chat' message"):
         llm.invoke([HumanMessage(PROMPT), ChatMessage("42", role="robot")])
-    text = {"type": "text", "text": PROMPT}
     for block in (
         {"type": "image_url", "image_url": {"url": "data:,"}},
         {"type": "image", "base64": "", "mime_type": "image/png"},
         {"type": "text-plain", "url": "file:///x.txt"},
         {"type": "document", "source": {}},
     ):
-        with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
-            llm.invoke([HumanMessage([text, block])])
-        with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
-            llm.invoke([SystemMessage([text, block]), HumanMessage(PROMPT)])
+        both = [text(PROMPT), block]
+        for messages in ([HumanMessage(both)], [SystemMessage(both), HumanMessage(PROMPT)]):
+            with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
+                llm.invoke(messages)
         # of another model's turns, the text is read
-        messages = [HumanMessage([text, block]), AIMessage([text, block]), HumanMessage([block]), HumanMessage(PROMPT)]
-        llm.invoke(messages)
+        llm.invoke([HumanMessage(both), AIMessage(both), HumanMessage([block]), HumanMessage(PROMPT)])
         assert [each["content"] for each in read()] == [PROMPT, PROMPT, "", PROMPT]
     with pytest.raises(ConfigurationError, match="'human' without text"):
         llm.invoke([HumanMessage([{"type": "reasoning", "reasoning": "Hm."}])])
@@ -215,14 +205,10 @@ def test_half_a_character_in_an_earlier_call(llm: ChatCacheClip, read: Read) -> 
     assert '"name": "g", "arguments": {"arguments": "{\\"a\\": \\"\ufffd"}' in said
 
 
-# -- options --------------------------------------------------------------------------------------------------------
-
-
 async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> None:
-    with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
-        llm.invoke(PROMPT, num_beams=5)
-    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
-        list(llm.stream(PROMPT, num_beams=5))
+    for ask in (llm.invoke, lambda *args, **options: list(llm.stream(*args, **options))):
+        with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
+            ask(PROMPT, num_beams=5)
     with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
         await llm.ainvoke(PROMPT, num_beams=5)
     assert (await llm.ainvoke(PROMPT, parallel_tool_calls=True)).content
@@ -232,8 +218,7 @@ async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> N
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
 async def test_too_long_is_langchains_error_too(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
-    model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store)
-    long = "word " * 5000
+    model, long = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store), "word " * 5000
     with pytest.raises(ContextOverflowError, match="fit the model") as error:
         model.invoke(long)
     assert isinstance(error.value, PromptTooLongError)
@@ -243,9 +228,6 @@ async def test_too_long_is_langchains_error_too(llm: ChatCacheClip, kind: type[C
         list(model.stream(long))
     with pytest.raises(ContextOverflowError):
         [part async for part in model.astream(long)]
-
-
-# -- many at once, and fewer than asked -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
@@ -267,17 +249,12 @@ async def test_a_cancelled_task_stops_the_model(llm: ChatCacheClip, kind: type[C
     assert runtime.steps == 1
 
 
-# -- construction ---------------------------------------------------------------------------------------------------
-
-
 def test_mro_and_identity() -> None:
-    assert BaseChatModel in ChatCacheClip.__mro__
     llm = ChatCacheClip(model="m", stop_sequences=["x"])
-    assert (llm.primary, llm.stop) == ("m", ["x"])
+    assert isinstance(llm, BaseChatModel) and (llm.primary, llm.stop) == ("m", ["x"])
     assert ChatCacheClip(primary="m", stop="x") == ChatCacheClip(model_name="m", stop=["x"]) == llm
-    assert llm._llm_type == "cacheclip-chat"
+    assert llm._llm_type == "cacheclip-chat" and llm._get_ls_params()["ls_provider"] == "cacheclip"
     assert not ChatCacheClip.is_lc_serializable()
-    assert llm._get_ls_params()["ls_provider"] == "cacheclip"
 
 
 def test_profile_and_version(tiny: ChatCacheClip) -> None:
@@ -292,24 +269,13 @@ def test_profile_and_version(tiny: ChatCacheClip) -> None:
         assert "langchain-core" in llm.metadata["lc_versions"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("primary", "other"),
-        ("auxiliary", None),
-        ("namespace", "bob"),
-        ("method", "full"),
-        ("recompute_ratio", 0.5),
-        ("temperature", 1.0),
-        ("max_tokens", 5),
-        ("stop", ["x"]),
-        ("seed", 1),
-        ("engine_kwargs", {"codec": "bfloat16"}),
-    ],
-)
-def test_what_changes_the_output_is_in_the_cache_key(name: str, value: Any) -> None:
-    changed = ChatCacheClip(**{name: value})
-    assert changed._get_llm_string() != ChatCacheClip()._get_llm_string()
+OTHER = {"primary": "other", "auxiliary": None, "namespace": "bob", "method": "full", "recompute_ratio": 0.5}
+OTHER |= {"temperature": 1.0, "max_tokens": 5, "stop": ["x"], "seed": 1, "engine_kwargs": {"codec": "bfloat16"}}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_changes_the_output_is_in_the_cache_key(name: str) -> None:
+    assert ChatCacheClip(**{name: OTHER[name]})._get_llm_string() != ChatCacheClip()._get_llm_string()
 
 
 async def test_answers_from_the_response_cache_are_not_counted(llm: ChatCacheClip) -> None:
@@ -349,14 +315,11 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 
 def test_configurable_fields_and_copies_still_answer(llm: ChatCacheClip) -> None:
-    text = llm.invoke(PROMPT).content
-    configurable = llm.configurable_fields(
-        max_tokens=ConfigurableField(id="max_tokens"), method=ConfigurableField(id="method")
-    )
-    assert configurable.invoke(PROMPT).content == text
+    fields: Any = {name: ConfigurableField(id=name) for name in ("max_tokens", "method")}
+    configurable = llm.configurable_fields(**fields)
+    assert configurable.invoke(PROMPT).content == llm.invoke(PROMPT).content
     short = configurable.invoke(PROMPT, {"configurable": {"max_tokens": 1, "method": "full"}})
     assert short.usage_metadata["output_tokens"] == 1
     assert short.response_metadata["cacheclip"]["method"] == "full"
     copied = llm.model_copy(update={"method": "direct"})
-    assert copied.engine is llm.engine
-    assert copied.invoke(PROMPT).content
+    assert copied.engine is llm.engine and copied.invoke(PROMPT).content

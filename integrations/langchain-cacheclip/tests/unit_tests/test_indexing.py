@@ -22,7 +22,7 @@ from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import CharacterTextSplitter
@@ -110,26 +110,20 @@ class TestParents:
             search_kwargs={"k": 2},
         )
 
-    @pytest.mark.parametrize("asynchronous", [False, True])
+    @pytest.mark.parametrize("way", ["add_documents", "aadd_documents"])
     async def test_parents_are_precomputed_and_hit(
-        self,
-        retriever: ParentDocumentRetriever,
-        llm: ChatCacheClip,
-        documents: list[Document],
-        asynchronous: bool,
-        question: str,
+        self, retriever: ParentDocumentRetriever, llm: ChatCacheClip, documents: list[Document], way: str, question: str
     ) -> None:
-        encoded = fake_of(llm.engine).threads["encode"]
-        if asynchronous:
-            await retriever.aadd_documents(documents, ids=[f"parent-{n}" for n in range(4)])
-        else:
-            retriever.add_documents(documents, ids=[f"parent-{n}" for n in range(4)])
+        encoded, ids = fake_of(llm.engine).threads["encode"], [f"parent-{n}" for n in range(4)]
+        adding = getattr(retriever, way)(documents, ids=ids)
+        if way == "aadd_documents":
+            await adding
         children = list(retriever.vectorstore.store.values())
         assert len(children) > 4 and not any(llm.engine.is_stored(each["text"]) for each in children)
         assert stored(llm, documents) == [True] * 4 and len(encoded) == 4 + 1, "parents and the shared prefix"
-        read = await retriever.ainvoke(question) if asynchronous else retriever.invoke(question)
-        assert hits(llm, read) == len(read) > 0
-        assert sorted(retriever.docstore.yield_keys()) == [f"parent-{n}" for n in range(4)]
+        read = retriever.invoke(question)
+        assert read == await retriever.ainvoke(question) and hits(llm, read) == len(read) > 0
+        assert sorted(retriever.docstore.yield_keys()) == ids
 
     async def test_deleted_or_changed_parents_are_released(self, llm: ChatCacheClip, documents: list[Document]) -> None:
         store = CacheClipDocumentStore(InMemoryStore(), llm)
@@ -222,6 +216,8 @@ class TestOtherMethods:
         store.update_documents(["a", "b"], [documents[3], documents[2]])
         assert stored(llm, documents) == [False, False, True, True]
         assert store.get_by_ids(["a"])[0].page_content == documents[3].page_content
+        store.purge("a")
+        assert stored(llm, documents[2:]) == [True, False], "deleted in part"
 
     @pytest.mark.parametrize("name", ["delete_collection", "reset_collection", "truncate", "wipe_documents"])
     def test_empty(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str) -> None:
@@ -234,37 +230,22 @@ class TestOtherMethods:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("way", ["delete", "adelete"])
     @pytest.mark.parametrize(
-        ("given", "left"),
+        ("options", "left"),
         [
-            ({"delete_all": True}, []),
-            ({"filter": ["a"]}, ["b"]),
-            ({"ids": ["b"], "filter": ["a"]}, []),
-            ({"ids": ["b"], "filter": None}, ["a"]),
-            ({"ids": []}, ["a", "b"]),
-            ({}, ["a", "b"]),
+            *[({"delete_all": True}, ""), ({"filter": ["a"]}, "b"), ({"ids": ["b"], "filter": ["a"]}, "")],
+            *[({"ids": ["b"], "filter": None}, "a"), ({"ids": []}, "ab"), ({}, "ab")],
         ],
         ids=str,
     )
-    def test_deleted_by_other_arguments(
-        self,
-        store: CacheClipVectorStore,
-        llm: ChatCacheClip,
-        documents: list[Document],
-        way: str,
-        given: dict[str, Any],
-        left: list[str],
+    async def test_deleted_by_other_arguments(
+        self, store: Any, llm: ChatCacheClip, documents: list[Document], way: str, options: Any, left: str
     ) -> None:
-        asyncio.run(store.adelete(**given)) if way == "adelete" else store.delete(**given)
-        assert stored(llm, documents[:2]) == ["a" in left, "b" in left] and [*store.store.store] == left
-
-    def test_deleted_in_part(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
-        store.purge("a")
-        assert stored(llm, documents[:2]) == [False, True]
+        await store.adelete(**options) if way == "adelete" else store.delete(**options)
+        assert stored(llm, documents[:2]) == ["a" in left, "b" in left] and "".join(store.store.store) == left
 
     def test_unknown_names_are_said_once(self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture) -> None:
-        assert [store.compact(), store.compact(), asyncio.run(store.arewind()), store.peek(), len(caplog.records)] == [
-            *(2, 2, 2, 2, 2)
-        ]
+        assert [store.compact(), store.compact(), asyncio.run(store.arewind()), store.peek()] == [2] * 4
+        assert len(caplog.records) == 2
         assert "Chromatic.compact" in caplog.text and "engine.release(sources=ids)" in caplog.text
 
     @pytest.mark.parametrize("way", ["delete_collection", "truncate", "delete"])
@@ -309,25 +290,17 @@ class TestOrder:
         assert len(said) == 1 and "node-1" in said[0]
 
     async def test_an_older_text_stays_until_the_new_one_is_there(
-        self,
-        store: CacheClipVectorStore,
-        llm: ChatCacheClip,
-        documents: list[Document],
-        monkeypatch: pytest.MonkeyPatch,
+        self, store: Any, llm: ChatCacheClip, documents: list[Document], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def failing(*arguments: Any, **options: Any) -> list[str]:
             raise ConnectionError("the vector store is down")
 
         store.add_documents([documents[0]], ids=["a"])
         with monkeypatch.context() as patch:
-            patch.setattr(store.store, "aadd_documents", failing)
-            patch.setattr(store.store, "aadd_texts", failing)
-            for adding in (
-                lambda: store.aadd_documents([documents[2]], ids=["a"]),
-                lambda: store.aadd_texts([documents[2].page_content], ids=["a"]),
-            ):
+            for name, added in (("aadd_documents", documents[2]), ("aadd_texts", documents[2].page_content)):
+                patch.setattr(store.store, name, failing)
                 with pytest.raises(ConnectionError):
-                    await adding()
+                    await getattr(store, name)([added], ids=["a"])
         assert store.get_by_ids(["a"])[0].page_content == documents[0].page_content
         assert stored(llm, documents[:1]) == [True]
         await store.aadd_documents([documents[1]], ids=["a"])
@@ -352,21 +325,19 @@ class TestStoredByAnswers:
 
     def carried(self, way: str, llm: ChatCacheClip, documents: list[Document]) -> None:
         text = "\n\n".join([*(document.page_content for document in documents), "What?"])
-        blocks = [{"type": "text", "text": each.page_content, "id": each.id} for each in documents]
-        question = {"type": "text", "text": "What?"}
-        match way:
-            case "chain":
-                create_cacheclip_documents_chain(llm, RAG_PROMPT).invoke({"input": "What?", "context": documents})
-            case "option":
-                llm.invoke(text, documents=documents)
-            case "keyword":
-                llm.invoke([HumanMessage(text, additional_kwargs={"documents": documents})])
-            case "artifact":
-                llm.invoke([HumanMessage("What?"), ToolMessage(text, tool_call_id="1", artifact=documents)])
-            case "text":
-                llm.invoke([HumanMessage([*blocks, question])])
-            case "text-plain":
-                llm.invoke([HumanMessage([*({**each, "type": "text-plain"} for each in blocks), question])])
+        kind = "text-plain" if way == "text-plain" else "text"
+        blocks = [{"type": kind, "text": each.page_content, "id": each.id} for each in documents]
+        asked: dict[str, list[BaseMessage]] = {
+            "keyword": [HumanMessage(text, additional_kwargs={"documents": documents})],
+            "artifact": [HumanMessage("What?"), ToolMessage(text, tool_call_id="1", artifact=documents)],
+            kind: [HumanMessage([*blocks, {"type": "text", "text": "What?"}])],
+        }
+        if way == "chain":
+            create_cacheclip_documents_chain(llm, RAG_PROMPT).invoke({"input": "What?", "context": documents})
+        elif way == "option":
+            llm.invoke(text, documents=documents)
+        else:
+            llm.invoke(asked[way])
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("way", ["chain", "option", "keyword", "artifact", "text", "text-plain"])
@@ -390,7 +361,6 @@ class TestStoredByAnswers:
         assert stored(llm, documents[:2]) == [False, True]
 
 
-class TestPlan:
-    def test_of_a_document_too_long(self, store: CacheClipVectorStore) -> None:
-        with pytest.raises(ContextOverflowError, match="Split the document"):
-            store.plan([Document(TOO_LONG)])
+def test_plan_of_a_document_too_long(store: CacheClipVectorStore) -> None:
+    with pytest.raises(ContextOverflowError, match="Split the document"):
+        store.plan([Document(TOO_LONG)])

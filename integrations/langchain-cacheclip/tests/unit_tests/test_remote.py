@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,28 +28,21 @@ def server() -> Iterator[FakeServer]:
 def ask(llm: Any, way: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """Text and metadata of an answer."""
     prompt: Any = [HumanMessage("How tall?")] if isinstance(llm, ChatCacheClip) else "How tall?"
-    if way == "whole":
-        said = llm.generate([prompt], **options).generations[0]
-    elif way == "async":
-        said = asyncio.run(llm.agenerate([prompt], **options)).generations[0]
-    elif way == "streamed":
-        said = [summed(list(llm._stream(prompt, **options)))]
+
+    async def pieces() -> list[Any]:
+        return [each async for each in llm._astream(prompt, **options)]
+
+    if way in ("whole", "async"):
+        call = llm.generate if way == "whole" else lambda *args, **kwargs: asyncio.run(llm.agenerate(*args, **kwargs))
+        ((generation,),) = call([prompt], **options).generations
     else:
-
-        async def pieces() -> list[Any]:
-            return [each async for each in llm._astream(prompt, **options)]
-
-        said = [summed(asyncio.run(pieces()))]
-    (generation,) = said
+        generation = summed(list(llm._stream(prompt, **options)) if way == "streamed" else asyncio.run(pieces()))
     message = getattr(generation, "message", None)
     return generation.text, dict(message.response_metadata if message is not None else generation.generation_info)
 
 
 def summed(chunks: list[Any]) -> Any:
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    return whole
+    return functools.reduce(operator.add, chunks)
 
 
 @pytest.mark.some(3)
@@ -82,11 +77,8 @@ def test_reasoning(server: FakeServer, way: str) -> None:
     assert (said.content, said.additional_kwargs["reasoning_content"]) == ("Twelve metres.", "Hm, so.")
     assert [block["type"] for block in said.content_blocks] == ["reasoning", "text"]
     llm.invoke([HumanMessage("How tall?"), said, HumanMessage("And the boom?")])
-    assert server.bodies[-1]["messages"][1] == {
-        "role": "assistant",
-        "content": "Twelve metres.",
-        "reasoning_content": "Hm, so.",
-    }
+    told = {"role": "assistant", "content": "Twelve metres.", "reasoning_content": "Hm, so."}
+    assert server.bodies[-1]["messages"][1] == told
 
 
 def test_errors_are_ours(server: FakeServer) -> None:
@@ -101,14 +93,11 @@ def test_the_profile(server: FakeServer) -> None:
     profile = ChatCacheClip(base_url=server.url).profile
     assert profile is not None and profile["max_input_tokens"] == 4096
     assert profile["structured_output"] is profile["tool_calling"] is False
-    given: Any = {"max_input_tokens": 7}
-    assert ChatCacheClip(base_url=server.url, profile=given).profile["max_input_tokens"] == 7  # type: ignore[index]
-
-
-def test_the_profile_of_a_server_that_says_nothing(server: FakeServer) -> None:
+    own: Any = {"max_input_tokens": 7}
+    assert ChatCacheClip(base_url=server.url, profile=own).profile["max_input_tokens"] == 7  # type: ignore[index]
     server.cards = b"<html>login</html>"
-    assert "max_input_tokens" not in (ChatCacheClip(base_url=server.url).profile or {})
-    assert "max_input_tokens" not in (ChatCacheClip(base_url="http://127.0.0.1:1/v1").profile or {})
+    for url in (server.url, "http://127.0.0.1:1/v1"):
+        assert "max_input_tokens" not in (ChatCacheClip(base_url=url).profile or {}), "a server that says nothing"
 
 
 def test_messages_are_trimmed_by_an_estimate() -> None:

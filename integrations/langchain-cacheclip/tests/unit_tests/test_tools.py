@@ -76,25 +76,22 @@ class TestLangChain:
         assert sum(bool(part.tool_call_chunks) for part in parts) == 1  # type: ignore[attr-defined]
 
     async def test_one_call_at_most(self, chat: ChatCacheClip) -> None:
-        bound = chat.bind_tools([search], parallel_tool_calls=False)
-        fake_of(chat.engine).says = [f"{CALL}\n{CALL}"] * 3
-        message = bound.invoke("Where?")
-        assert len(message.tool_calls) == 1  # type: ignore[attr-defined]
-        parts = list(bound.stream("Where?"))
-        assert sum(len(part.tool_call_chunks) for part in parts) == 1  # type: ignore[attr-defined]
-        assert len((await bound.ainvoke("Where?")).tool_calls) == 1  # type: ignore[attr-defined]
-        fake_of(chat.engine).says = [f"{CALL}\n{CALL}"]
-        assert len(chat.bind_tools([search], parallel_tool_calls=True).invoke("Where?").tool_calls) == 2  # type: ignore[attr-defined]
+        bound: Any = chat.bind_tools([search], parallel_tool_calls=False)
+        fake_of(chat.engine).says = [f"{CALL}\n{CALL}"] * 4
+        assert len(bound.invoke("Where?").tool_calls) == len((await bound.ainvoke("Where?")).tool_calls) == 1
+        assert sum(len(part.tool_call_chunks) for part in bound.stream("Where?")) == 1
+        several: Any = chat.bind_tools([search], parallel_tool_calls=True)
+        assert len(several.invoke("Where?").tool_calls) == 2
 
     def test_choices(self, chat: ChatCacheClip) -> None:
-        with pytest.raises(ConfigurationError, match="no tool 'find'"):
-            chat.bind_tools([search], tool_choice="find")
-        with pytest.raises(ConfigurationError, match="no tool ''"):
-            chat.bind_tools([], tool_choice="any")
-        with pytest.raises(ConfigurationError, match="tool_choice must"):
-            chat.bind_tools([search], tool_choice=3)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="Give one of them"):
-            chat.bind_tools([search], tool_choice="any", json_schema={})
+        for tools, choice, options, message in (
+            ([search], "find", {}, "no tool 'find'"),
+            ([], "any", {}, "no tool ''"),
+            ([search], 3, {}, "tool_choice must"),
+            ([search], "any", {"json_schema": {}}, "Give one of them"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                chat.bind_tools(tools, tool_choice=choice, **options)  # type: ignore[arg-type]
         fake_of(chat.engine).says = [CALL]
         assert chat.bind_tools([search], tool_choice="none").invoke("Where?").content == CALL
         assert "Find texts" not in fake_of(chat.engine).prompts[-1]
