@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cacheclip_ingest.embedding import Embedder, Vectors
-from cacheclip_ingest.job import IngestReport, ingest
+from cacheclip_ingest.job import IngestReport, ingest, plan_ingestion
 from cacheclip_ingest.library import Library, LibrarySettings
+from cacheclip_ingest.plan import IngestPlan
 
 from cacheclip_rag import CacheClipEngine
 
@@ -37,24 +38,21 @@ class Workshop:
     def __init__(self, root: Path, models: dict[str, str]) -> None:
         self.corpus, self.store = root / "corpus", root / "store"
         self.corpus.mkdir()
-        self.settings = LibrarySettings(
-            models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0, "prefix"
-        )
+        names = (models["llama"], models["auxiliary"], "letters")
+        self.settings = LibrarySettings(*names, "float32", "default", 32, 0, "prefix")
         self.engine = CacheClipEngine(primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store))
         self.library = Library(self.store)
 
     def write(self, name: str, text: str) -> None:
         (self.corpus / name).write_text(text)
 
+    def plan(self) -> IngestPlan:
+        return plan_ingestion([self.corpus], library=self.library, engine=self.engine, settings=self.settings)
+
     def run(self, *files: Path, **changes: object) -> IngestReport:
         settings = dataclasses.replace(self.settings, **changes)
-        return ingest(
-            [self.corpus, *files],
-            library=self.library,
-            engine=self.engine,
-            embedder=LetterEmbedder("letters"),
-            settings=settings,
-        )
+        common: Any = {"library": self.library, "engine": self.engine, "embedder": LetterEmbedder("letters")}
+        return ingest([self.corpus, *files], settings=settings, **common)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -56,9 +56,8 @@ def read(folder: Path, commands: str, font: str = "/F2") -> DocumentText:
     """A page that draws what stands between ``<`` and ``>``, letter by letter, from left to right."""
     parts = [each.partition(">") for each in commands.split("<")]
     codes = {each: code for code, each in enumerate(sorted({*"".join(shown for shown, end, _ in parts if end)}), 1)}
-    drawn = "".join(
-        f"<{''.join(f'{codes[each]:02X}' for each in shown)}>{after}" if end else shown for shown, end, after in parts
-    )
+    hexed = ["".join(f"{codes[each]:02X}" for each in shown if end) for shown, end, _ in parts]
+    drawn = "".join(f"<{h}>{after}" if end else shown for h, (shown, end, after) in zip(hexed, parts, strict=True))
     names = "".join(f"<{code:02X}> <{ord(each):04X}>\n" for each, code in codes.items())
     table = "begincmap 1 begincodespacerange <00> <FF> endcodespacerange\n"
     table += f"{len(codes)} beginbfchar\n{names}endbfchar endcmap"
@@ -96,10 +95,8 @@ class TestDirections:
     def test_pieces_that_are_drawn_from_left_to_right(self, tmp_path: Path) -> None:
         left, right = f"{MORE[::-1]} ", f" {HEBREW[::-1]}"
         one = f"BT /F2 12 Tf 1 0 0 1 72 600 Tm <{left}> Tj /F3 12 Tf <1847> Tj /F2 12 Tf <{right}> Tj ET"
-        apart = "".join(
-            f"BT /F2 12 Tf 1 0 0 1 {place} 600 Tm <{each}> Tj ET "
-            for place, each in ((72, left), (99, "1847"), (150, right))
-        )
+        places = ((72, left), (99, "1847"), (150, right))
+        apart = "".join(f"BT /F2 12 Tf 1 0 0 1 {place} 600 Tm <{each}> Tj ET " for place, each in places)
         for commands in (one, apart):
             text = read(tmp_path, commands)
             assert text.split() == ["Lease.", *HEBREW.split(), "1847", *MORE.split()] and not text.notes
@@ -120,11 +117,8 @@ class TestDirections:
     @pytest.mark.parametrize(
         "line",
         [
-            HEBREW + "a ( " * 50_000,
-            (HEBREW + "a(") * 40_000,
-            f"{HEBREW} 1 " * 10_000,
-            "1 " * 50_000 + HEBREW,
-            HEBREW * 9 + "." * 200_000 + "a",
+            *(HEBREW + "a ( " * 50_000, (HEBREW + "a(") * 40_000, f"{HEBREW} 1 " * 10_000),
+            *("1 " * 50_000 + HEBREW, HEBREW * 9 + "." * 200_000 + "a"),
         ],
     )
     def test_long_lines_end(self, line: str) -> None:

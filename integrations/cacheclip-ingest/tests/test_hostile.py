@@ -71,12 +71,7 @@ class TestPages:
             *(("a<!-->b", "ab"), ("a<!--->b", "ab"), ("a<!-- > -- > -->b", "ab"), ("a<!-- --!>b", "ab")),
             *(("a<![CDATA[x > y]]>b", "a y]]>b"), ("a<?php x ?>b", "ab"), ("a</>b</ x>c", "abc"), ("a<!x>b", "ab")),
             *(("a < b <c", "a < b"), ("1<2", "1<2"), ("<<!-- -->!-- x", "<!-- x"), ("a<b/>c<b />d", "acd")),
-            *(
-                ("<b title='a>b' x=\"'>\">c", "c"),
-                ("<p title=don't>c", "c"),
-                ('<p title="a"">c', "c"),
-                ("<P>c</P >", "c"),
-            ),
+            *(("<b title='a>b' x=\"'>\">c", "c"), ("<p a=don't>c", "c"), ('<p title="a"">c', "c"), ("<P>c</P >", "c")),
             *(("<title>How to <!-- x</title>c", "# How to <!-- x\n\nc"), ("<script>'<!--'</script>c", "c")),
             *(("<SCRIPT>a</script >c", "c"), ("<script src=a />c", "c"), ("<textarea><b>&lt;</textarea>", "<b><")),
             *(("<script>a</scripts>b</script>c", "c"), ("<img alt='a &amp; b'>", "a & b"), ("<img ALT=a/>", "a/")),
@@ -103,12 +98,9 @@ class TestPages:
 
 
 class TestTexts:
-    @pytest.mark.parametrize(
-        "text",
-        ["\u0130" * SIZE + "</svg>" + "<svg " * (SIZE // 5), "<svg>" * (SIZE // 5) + "</SVG>" + "<svg " * (SIZE // 5)],
-    )
-    def test_drawings(self, text: str) -> None:
-        assert cleaned(text).endswith("<svg " * (SIZE // 5))
+    @pytest.mark.parametrize("start", ["\u0130" * SIZE + "</svg>", "<svg>" * (SIZE // 5) + "</SVG>"])
+    def test_drawings(self, start: str) -> None:
+        assert cleaned(start + "<svg " * (SIZE // 5)).endswith("<svg " * (SIZE // 5))
 
     @some_of(
         3,
@@ -150,16 +142,15 @@ class _Counter:
         return len(text) // 4 + 1
 
 
-class TestPassages:
-    @pytest.mark.some(4)
-    @pytest.mark.parametrize("each", ["x", ">", "a b. ", "\u6e2f", "*a ", "|a", "-"])
-    @pytest.mark.parametrize(
-        ("kind", "start"),
-        [("", ""), ("", "|a|b|\n|-|-|\n|"), ("markdown", "# A\n\nThe mast is tall.\n"), ("table", "a,b\n")],
-    )
-    def test_a_line_without_an_end(self, kind: str, start: str, each: str) -> None:
-        """The tokens of every character are counted a few times, however long the line is."""
-        tokenizer, text = _Counter(), start + each * (30_000 // len(each))
-        passages = Splitter(tokenizer, 256).split(text, **{kind: True} if kind else {})
-        assert tokenizer.read < 40 * len(text)
-        assert len("".join("".join(passages).split())) >= len("".join(text.split())), "nothing is lost"
+@pytest.mark.some(4)
+@pytest.mark.parametrize("each", ["x", ">", "a b. ", "\u6e2f", "*a ", "|a", "-"])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [("", ""), ("", "|a|b|\n|-|-|\n|"), ("markdown", "# A\n\nThe mast is tall.\n"), ("table", "a,b\n")],
+)
+def test_a_line_without_an_end(kind: str, start: str, each: str) -> None:
+    """The tokens of every character are counted a few times, however long the line is."""
+    tokenizer, text = _Counter(), start + each * (30_000 // len(each))
+    passages = Splitter(tokenizer, 256).split(text, **{kind: True} if kind else {})
+    assert tokenizer.read < 40 * len(text)
+    assert len("".join("".join(passages).split())) >= len("".join(text.split())), "nothing is lost"

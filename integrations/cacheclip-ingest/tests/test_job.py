@@ -14,7 +14,6 @@ from cacheclip_ingest.documents import find_files
 from cacheclip_ingest.embedding import Embedder
 from cacheclip_ingest.job import ingest, plan_ingestion
 from cacheclip_ingest.library import Library, LibrarySettings
-from cacheclip_ingest.plan import IngestPlan
 from cacheclip_ingest.splitting import Splitter
 from ingest_cases import LetterEmbedder, Workshop
 
@@ -32,11 +31,7 @@ def test_everything_once_then_nothing(workshop: Workshop) -> None:
 
 
 def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
-    def planned() -> IngestPlan:
-        return plan_ingestion(
-            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
-        )
-
+    planned = workshop.plan
     before = planned()
     assert (before.added, before.changed, before.unchanged, before.removed) == (2, 0, 0, 0)
     assert workshop.engine.store.stats().entries == 0 and not workshop.library.documents(), "nothing was stored"
@@ -84,9 +79,7 @@ def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Works
 
 @pytest.mark.parametrize("lacks", ["embedding", "auxiliary"])
 @pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
-def test_a_missing_model_comes_first(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, lacks: str, dry: bool
-) -> None:
+def test_missing_models_come_first(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, lacks: str, dry: bool) -> None:
     """Also one that is needed at the end of a run."""
     computed: list[Any] = []
     runtime = type(workshop.engine.primary)
@@ -98,11 +91,8 @@ def test_a_missing_model_comes_first(
 
     monkeypatch.setattr(checkpoints, "_from_hub", without_network)
     embedder = Embedder(nowhere) if lacks == "embedding" else LetterEmbedder("letters")
-    engine = CacheClipEngine(
-        primary=workshop.settings.primary,
-        auxiliary=nowhere if lacks == "auxiliary" else workshop.settings.auxiliary,
-        store=workshop.store,
-    )
+    auxiliary = nowhere if lacks == "auxiliary" else workshop.settings.auxiliary
+    engine = CacheClipEngine(primary=workshop.settings.primary, auxiliary=auxiliary, store=workshop.store)
     run: Any = plan_ingestion if dry else ingest
     common = {"library": workshop.library, "engine": engine, "settings": workshop.settings}
     with pytest.raises(DownloadError, match=nowhere):
@@ -161,14 +151,10 @@ def test_a_document_is_read_when_its_turn_comes(workshop: Workshop, monkeypatch:
     """Documents are not kept in memory: each is read after the one before was recorded."""
     events: list[str] = []
     read, replace = passages.read_document, workshop.library.replace
-    monkeypatch.setattr(
-        passages, "read_document", lambda path, digest: events.append(f"read {path.name}") or read(path, digest)
-    )
-    monkeypatch.setattr(
-        workshop.library, "replace", lambda path, *rest: events.append("recorded") or replace(path, *rest)
-    )
+    monkeypatch.setattr(passages, "read_document", lambda path, digest: events.append(path.name) or read(path, digest))
+    monkeypatch.setattr(workshop.library, "replace", lambda path, *rest: events.append("kept") or replace(path, *rest))
     workshop.run()
-    assert events == ["read a.txt", "recorded", "read b.md", "recorded"]
+    assert events == ["a.txt", "kept", "b.md", "kept"]
 
 
 def test_files_that_change_or_vanish_during_a_run_are_reported(workshop: Workshop, chunks: list[str]) -> None:
@@ -210,9 +196,7 @@ class TestLinks:
         assert report.added == 2 and report.failed == []
         assert {Path(skipped["path"]).name for skipped in report.skipped} == {"file.txt", "folder"}
         assert all("leads out of" in skipped["error"] for skipped in report.skipped)
-        planned = plan_ingestion(
-            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
-        )
+        planned = workshop.plan()
         assert planned.skipped == report.skipped
 
     def test_a_file_that_became_a_link_to_the_outside_is_removed(self, workshop: Workshop, outside: Path) -> None:
@@ -246,9 +230,8 @@ def test_a_packaged_model_is_the_same_with_and_without_its_prefix(tmp_path: Path
     known = LibrarySettings("smollm2-135m", None, "all-MiniLM-L6-v2", "float32", "default", 32, 0, "prefix")
     library = Library(tmp_path)
     library.fix_settings(known)
-    library.check_settings(
-        dataclasses.replace(known, primary="packaged:smollm2-135m", embedding="packaged:all-MiniLM-L6-v2")
-    )
+    packaged = {"primary": "packaged:smollm2-135m", "embedding": "packaged:all-MiniLM-L6-v2"}
+    library.check_settings(dataclasses.replace(known, **packaged))
     with pytest.raises(ConfigurationError, match="was made with primary 'smollm2-135m', not 'packaged:gemma-3-270m'"):
         library.check_settings(dataclasses.replace(known, primary="packaged:gemma-3-270m"))
 

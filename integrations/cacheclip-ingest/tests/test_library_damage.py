@@ -200,9 +200,7 @@ class TestVectors:
             library.replace("c.txt", "digest", ["Text."], other)
         assert "c.txt" not in library.documents()
 
-    @pytest.mark.parametrize(
-        "wrong", [vectors(0), np.ones(2, np.float32), np.full((2, DIMENSIONS), np.nan, np.float32)]
-    )
+    @pytest.mark.parametrize("wrong", [vectors(0), np.ones(2), np.full((2, DIMENSIONS), np.nan, np.float32)])
     def test_vectors_that_do_not_fit_the_texts(self, folder: Path, wrong: Vectors) -> None:
         with pytest.raises(ConfigurationError, match="expected 2 finite vectors"):
             Library(folder).replace("c.txt", "digest", ["One.", "Two."], wrong)

@@ -151,9 +151,7 @@ def test_slides() -> None:
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def hide(module: str) -> None:
         find_spec: Any = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name == module else find_spec(name)
-        )
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == module else find_spec(name))
 
     return hide
 

@@ -90,14 +90,10 @@ def changing(path: Path) -> str:
     return SAID[0]
 
 
-@pytest.mark.parametrize(
-    ("reader", "words"),
-    [
-        (failing, "log.odd cannot be read (KeyError"),
-        (refusing, "is encrypted."),
-        (changing, "was changed while the run"),
-    ],
-)
+WORDS = {failing: "log.odd cannot be read (KeyError", refusing: "is encrypted.", changing: "was changed while the run"}
+
+
+@pytest.mark.parametrize(("reader", "words"), WORDS.items())
 def test_a_file_that_cannot_be_read_ends_no_run(shop: Workshop, reader: Reader, words: str) -> None:
     shop.write("a.txt", "The boiler is in hall 4.")
     own: Reader = lambda path: reader(path) if path.suffix == ".odd" else read_document(path)  # noqa: E731

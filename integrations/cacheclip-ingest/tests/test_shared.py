@@ -20,15 +20,7 @@ from cacheclip_shared.testing import bucket, s3_address, set_environment  # noqa
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from ingest_cases import OneVector
 
-from cacheclip_rag import (
-    CacheClipEngine,
-    CacheClipError,
-    ConfigurationError,
-    DocumentError,
-    EngineConfig,
-    SamplingParams,
-    StoreError,
-)
+from cacheclip_rag import CacheClipEngine, CacheClipError, ConfigurationError, DocumentError, EngineConfig, StoreError
 from cacheclip_rag.cli import app
 
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
@@ -48,9 +40,8 @@ from cacheclip_shared.table import TextTable  # noqa: E402
 @pytest.fixture
 def config(tiny_models: dict[str, str], bucket: str) -> EngineConfig:  # noqa: F811
     create(bucket)
-    return EngineConfig(
-        primary=tiny_models["llama"], auxiliary=None, method="anchored", store=bucket, device="cpu", dtype="float32"
-    )
+    own: Any = {"primary": tiny_models["llama"], "auxiliary": None, "method": "anchored"}
+    return EngineConfig(**own, store=bucket, device="cpu", dtype="float32")
 
 
 @pytest.fixture
@@ -266,9 +257,7 @@ class TestJob:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("confirmed", [True, False])
-    def test_a_failed_listing(
-        self, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch, confirmed: bool
-    ) -> None:
+    def test_failed_listing(self, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch, confirmed: bool) -> None:
         """Nothing is gone; what was listed, and what stands elsewhere, is ingested."""
         job.put(*CHUNKS[:3])
         job.run()
@@ -423,7 +412,7 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     assert run("store", "compact", "--store", url)["files"] == 1
     engine = CacheClipEngine(config, store=url, device="cpu")
     assert engine.chunk_caches()[0].codec == "int8"
-    assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits >= len(CHUNKS)
+    assert engine.generate(rag_prompt(CHUNKS), max_tokens=2).stats.hits >= len(CHUNKS)
     engine.close()
     for words, command in (
         ("folder", ["store", "limit", "--store", url, "5"]),

@@ -386,10 +386,8 @@ class TestMostIsGone:
         (door.documents / "a.md").unlink()
         (door.documents / "sub").rename(door.documents / "tub")
         report = door.run()
-        assert (report.added, report.removed, report.computed) == (2, 2, 0) and sorted(door.texts()) == [
-            "tub/b.md",
-            "z.md",
-        ]
+        assert (report.added, report.removed, report.computed) == (2, 2, 0)
+        assert sorted(door.texts()) == ["tub/b.md", "z.md"]
 
     def test_what_stands_elsewhere_and_cannot_be_read_there_is_gone(self, door: Door) -> None:
         door.run()
@@ -424,9 +422,7 @@ class TestWhatIsLeftOut:
         door.write("c.pdf", pdf("The harbour master keeps a parrot."))
         assert door.run(door.documents, log, hidden).added == 5
         find_spec = importlib.util.find_spec
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name == "pypdf" else find_spec(name, *rest)
-        )
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "pypdf" else find_spec(name))
         report = door.run(confirmed=True)
         assert (report.removed, sorted(names_of(report.skipped))) == (0, ["c.pdf", "notes.log"])
         assert len(door.texts()) == 5

@@ -36,18 +36,15 @@ def check(passages: list[str], header: str, table: str, tokenizer: Any, most: in
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("size", [128, 512])
-@pytest.mark.parametrize(
-    "before", ["", "# Berths\n\n", "A long introduction to it. " * 90 + "\n\n", "```\na | b\n```\n\n"]
-)
+@pytest.mark.parametrize("before", ["", "# Berths\n\n", "A long way to it. " * 110 + "\n\n", "```\na | b\n```\n\n"])
 @pytest.mark.parametrize("after", ["", "\nWhat comes after the table.\n"])
 def test_of_markdown(tokenizer: Any, size: int, before: str, after: str) -> None:
     table = rows(120)
     passages = Splitter(tokenizer, size).split(f"{before}{HEADER}{table}{after}", markdown=True)
     assert len(passages) > 3
     check(passages, HEADER, table, tokenizer, size)
-    assert "".join("".join(passages).replace(HEADER.strip(), "").split()) == "".join(
-        f"{before}{table}{after}".split()
-    ), "nothing else is repeated, and nothing is lost"
+    said = "".join("".join(passages).replace(HEADER.strip(), "").split())
+    assert said == "".join(f"{before}{table}{after}".split()), "nothing else is repeated, and nothing is lost"
     if before.startswith("# "):
         assert passages[0].startswith(f"# Berths\n\n{HEADER}"), "a heading stands with the first rows"
 

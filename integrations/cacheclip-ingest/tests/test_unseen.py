@@ -15,17 +15,10 @@ from cacheclip_ingest.text import DocumentText
 from cacheclip_ingest.unseen import Unseen
 from pdf_cases import annotate, draw, form, image, pdf, stream, with_parts
 from pypdf import PdfWriter
-from pypdf.generic import (
-    ArrayObject,
-    DictionaryObject,
-    FloatObject,
-    NameObject,
-    NumberObject,
-    PdfObject,
-    TextStringObject,
-)
+from pypdf.generic import ArrayObject, DictionaryObject, FloatObject, NameObject, NumberObject, TextStringObject
 from thinned import some_of
 
+THREE = NumberObject(3)
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "
 
 
@@ -42,7 +35,7 @@ def numbers(*values: float) -> ArrayObject:
     return ArrayObject(map(FloatObject, values))
 
 
-def entries(**values: PdfObject) -> DictionaryObject:
+def entries(**values: Any) -> DictionaryObject:
     return DictionaryObject({NameObject(f"/{name}"): value for name, value in values.items()})
 
 
@@ -122,12 +115,7 @@ class TestDrawn:
 
     @pytest.mark.parametrize(
         ("box", "seen"),
-        [
-            ((0, 700, 612, 792), False),
-            ((0, 500, 612, 792), True),
-            ((612, 792, 0, 500), True),
-            ((900, 900, 990, 990), True),
-        ],
+        [((0, 700, 612, 792), 0), ((0, 500, 612, 792), 1), ((612, 792, 0, 500), 1), ((900, 900, 990, 990), 1)],
     )
     def test_the_part_of_the_page_that_is_shown(self, tmp_path: Path, box: tuple[float, ...], seen: bool) -> None:
         def change(writer: PdfWriter) -> None:
@@ -214,9 +202,8 @@ class TestLayers:
         commands = b"/OC /%s BDC %s EMC" % (name.encode(), inner + OTHER)
         text = read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer)))
         assert is_seen(text) == LAYERS[name]
-        assert text.notes == (
-            () if LAYERS[name] else ("page 1 of 1 with hidden parts, which are left out (switched off).",)
-        )
+        left_out = ("page 1 of 1 with hidden parts, which are left out (switched off).",)
+        assert text.notes == (() if LAYERS[name] else left_out)
 
     def test_a_form_switches_nothing_behind_it_off(self, tmp_path: Path) -> None:
         def change(writer: PdfWriter) -> None:
@@ -253,10 +240,8 @@ class TestLayers:
 
         assert not is_seen(read(tmp_path, change))
 
-    @pytest.mark.parametrize(
-        "damage", [NumberObject(3), entries(D=NumberObject(3)), entries(D=entries(OFF=NumberObject(3)))]
-    )
-    def test_damaged_lists_switch_nothing_off(self, tmp_path: Path, damage: PdfObject) -> None:
+    @pytest.mark.parametrize("damage", [THREE, entries(D=THREE), entries(D=entries(OFF=THREE))])
+    def test_damaged_lists_switch_nothing_off(self, tmp_path: Path, damage: Any) -> None:
         def change(writer: PdfWriter) -> None:
             draw(writer, b"/OC /Off BDC " + OTHER + b"EMC", Properties=layers(writer))
             writer._root_object[NameObject("/OCProperties")] = damage
@@ -330,11 +315,7 @@ PAGES = {
         *("<ul><li hidden><ul><li>Other.</ul></ul>", "<table><tr hidden><td><table><tr><td>Other.</table></table>"),
         *("<div hidden><p>Other.</div>", "<ul hidden><li>Other.<li>Other.</ul>", "<p hidden><button><div>Other."),
         *("<p hidden>Other.</p>", "<p style='DISPLAY : none'>Other.</p>", "<p style='visibility:hidden'>Other.</p>"),
-        *(
-            "<dialog>Other.</dialog>",
-            "<p aria-hidden=' TRUE '>Other.</p>",
-            "<p style='display:none!important'>Other.</p>",
-        ),
+        *("<dialog>Other.</dialog>", "<p aria-hidden=' TRUE '>Other.", "<p style='display:none!important'>Other.</p>"),
     ],
     Unseen.SECRET: ["<input type=password value=Other.>", "<input type=' PassWord ' value=Other.>"],
     Unseen.TRANSPARENT: [
@@ -398,10 +379,7 @@ SHOWN = [
     ),
     "<div style='font-size:0'><p class=a>Other.</p></div><style>.a{font-size:9px}</style>",
     # what draws its letters in its own way
-    *(
-        f"<div style='{WHITE}'><{each}>Other.</div>"
-        for each in ("a href=b", "mark", "button", "select><option selected")
-    ),
+    *(f"<div style='{WHITE}'><{each}>Other.</div>" for each in ("a href", "mark", "button", "select><option selected")),
     *(f"<div style='font-size:0'><{each}>Other.</div>" for each in ("table><td", "button", "font size=3")),
     *(
         f"<div style='font-size:0'><b style='{each}'>Other.</b></div>"
@@ -450,17 +428,15 @@ class TestPages:
     def test_what_is_not_seen(self, reason: Unseen, part: str) -> None:
         text = html_text(f"<p>Lease.</p>{part}")
         assert text == "Lease."
-        assert len(text.notes) == 1 and re.fullmatch(
-            rf"\d hidden part\(s\) were left out \({reason}\)\.", text.notes[0]
-        )
+        [note] = text.notes
+        assert re.fullmatch(rf"\d hidden part\(s\) were left out \({reason}\)\.", note)
 
     @pytest.mark.some(5)
     @pytest.mark.parametrize("part", SHOWN)
     def test_what_is_seen(self, part: str) -> None:
         text = html_text(f"<p>Lease.</p>{part}")
-        assert (
-            text.split()[0] == "Lease." and "Other." in text and ("left out" in "".join(text.notes)) == (">a" in part)
-        )
+        assert text.split()[0] == "Lease." and "Other." in text
+        assert ("left out" in "".join(text.notes)) == (">a" in part)
 
     def test_one_note_for_all_reasons(self) -> None:
         page = "<p>Lease.</p><p hidden>a</p><p style='opacity:0'>b</p><p hidden>c</p>"

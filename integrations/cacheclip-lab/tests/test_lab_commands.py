@@ -43,10 +43,8 @@ def test_the_demo_compares_methods_on_its_own_documents(
 def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:
     """Longer prompts are no spread, and a method that fell back has a row of its own."""
     times = {"full": (10, 20, 40), "direct": (1, 2, 4), "auto": (2, 20, 8)}
-    answered = [
-        {name: {"method": "full", "text": "", "ttft_s": seconds[number]} for name, seconds in times.items()}
-        for number in range(3)
-    ]
+    plain = {"method": "full", "text": ""}
+    answered = [{name: {**plain, "ttft_s": seconds[n]} for name, seconds in times.items()} for n in range(3)]
     rows = demonstration.table(answered)
     assert [(row["ttft_s"], row["sooner"]) for row in rows.values()] == [(20, 1.0), (2, 10.0), (8, 5.0)]
 

@@ -91,11 +91,12 @@ class Questions:
         self._ends = dict[str, asyncio.Event]()
         self._tasks = dict[str, asyncio.Task[None]]()
 
-    def ask(self, *names: str, num_bytes: int = 0, **how: Any) -> None:
+    async def ask(self, *names: str, num_bytes: int = 0, **how: Any) -> None:
         """``a1`` is a question of tenant ``a``."""
         for name in names:
             self._ends[name] = asyncio.Event()
             self._tasks[name] = asyncio.create_task(self._run(name, num_bytes, how))
+        await settle()
 
     async def _run(self, name: str, num_bytes: int, how: dict[str, Any]) -> None:
         async with self.queue.place(name[0], num_bytes, **how) as begun:
@@ -107,11 +108,12 @@ class Questions:
         self._begun[name]()
         await settle()
 
-    async def end(self, name: str) -> None:
-        self.ended.add(name)
-        self._ends[name].set()
-        await self._tasks[name]
-        await settle()
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self.ended.add(name)
+            self._ends[name].set()
+            await self._tasks[name]
+            await settle()
 
     async def leave(self, name: str) -> None:
         self._tasks[name].cancel()

@@ -73,14 +73,13 @@ def test_a_key_from_the_environment(own: dict[str, Any], monkeypatch: pytest.Mon
         stats_of(llm)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"store": "s"}, {"auxiliary": None}, {"dtype": "bfloat16"}, {"device": "cuda"}, {"max_bytes": 3}],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_refuses_what_belongs_to_the_server(fields: dict[str, Any]) -> None:
+SERVERS = {"store": "s", "auxiliary": None, "dtype": "bfloat16", "device": "cuda", "max_bytes": 3}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_refuses_what_belongs_to_the_server(name: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot be combined with base_url"):
-        PlainModel(base_url="http://localhost:1/v1", **fields)
+        PlainModel(base_url="http://localhost:1/v1", **{name: SERVERS[name]})
 
 
 def test_refuses_what_a_server_cannot_do(own: dict[str, Any]) -> None:

@@ -18,14 +18,8 @@ from cacheclip_rag import EngineConfig
 
 PROMPT = rag_prompt(CHUNKS)
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Looks up.",
-        "parameters": {"type": "object", "properties": {"words": {"type": "string"}}, "required": ["words"]},
-    },
-}
+WORDS = {"type": "object", "properties": {"words": {"type": "string"}}, "required": ["words"]}
+TOOL = {"type": "function", "function": {"name": "search", "description": "Looks up.", "parameters": WORDS}}
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +125,7 @@ class TestOpenAI:
             **{"timings_per_token": True, "reasoning_format": "auto", "samplers": "", "n_predict": -1, "typ_p": 1},
             **{"dry_multiplier": 0, "dry_base": 1.75, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64},
         },
-        "LiteLLM's": {
-            "litellm_metadata": {"a": "b"},
-            "fallbacks": ["x"],
-            "cache": {"no-cache": True},
-            "litellm_call_id": "x",
-        },
+        "LiteLLM's": {"litellm_metadata": {"a": "b"}, "fallbacks": ["x"], "cache": {"a": 1}, "litellm_call_id": "x"},
         "Open WebUI's": {"chat_id": "a", "id": "c", "user": {"name": "A"}, "features": {"x": True}, "params": {}},
         "n8n's and Mistral's": {"maxRetries": 2, "timeout": 60_000, "safe_prompt": False},
         "vLLM's": {"return_token_ids": False, "priority": 1, "bad_words": [], "stop_token_ids": [], "min_tokens": 0},

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cacheclip_serve import Queue, QueueFull, in_background
 from cacheclip_testing import fake_models, fake_of
-from serve_cases import Questions, Served, play, running, settle, until
+from serve_cases import Questions, Served, play, running, until
 
 from cacheclip_rag import EngineConfig
 
@@ -27,11 +27,9 @@ FROM_DOCUMENTS = "### Task:\nRespond to the user query using the provided contex
 class TestQueue:
     async def test_they_wait_behind_those_who_came_later(self) -> None:
         asked = Questions(Queue(1, 9))
-        asked.ask("a1")
-        await settle()
-        asked.ask("a2", "b1", in_background=True)
-        asked.ask("a3", "b2")
-        await settle()
+        await asked.ask("a1")
+        await asked.ask("a2", "b1", in_background=True)
+        await asked.ask("a3", "b2")
         assert asked.queue.waiting == 4
         for name in ("a1", "a3", "b2", "a2", "b1"):
             assert asked.started[-1] == name
@@ -40,31 +38,26 @@ class TestQueue:
 
     async def test_none_begins_beside_a_question_that_waits_for_its_first_token(self) -> None:
         asked = Questions(Queue(32, 9))
-        asked.ask("a1", "a2")
-        asked.ask("b1", "b2", in_background=True)
-        await settle()
+        await asked.ask("a1", "a2")
+        await asked.ask("b1", "b2", in_background=True)
         await asked.first_token("a1")
         assert asked.started == ["a1", "a2"]
         await asked.first_token("a2")
         assert asked.started == ["a1", "a2", "b1"], "one at once, however many places are free"
         await asked.first_token("b1")
-        asked.ask("a3")
-        await settle()
+        await asked.ask("a3")
         assert asked.started[3:] == ["a3"], "users' questions go on as if it were not there"
         await asked.end("b1")
         assert asked.started[4:] == [], "a3 has no first token"
         await asked.first_token("a3")
         assert asked.started[4:] == ["b2"]
-        for name in ("a1", "a2", "a3", "b2"):
-            await asked.end(name)
+        await asked.end("a1", "a2", "a3", "b2")
 
     async def test_those_who_leave_let_others_pass(self) -> None:
         asked = Questions(Queue(1, 9))
-        asked.ask("a1")
-        await settle()
-        asked.ask("a2", "a3", in_background=True)
-        asked.ask("a4")
-        await settle()
+        await asked.ask("a1")
+        await asked.ask("a2", "a3", in_background=True)
+        await asked.ask("a4")
         await asked.leave("a2")
         await asked.leave("a4")
         await asked.end("a1")
@@ -74,18 +67,14 @@ class TestQueue:
     async def test_they_fill_waiting_places_of_their_own(self) -> None:
         queue = Queue(1, 1)
         asked = Questions(queue)
-        asked.ask("a1")
-        await settle()
-        asked.ask("a2", in_background=True)
-        await settle()
+        await asked.ask("a1")
+        await asked.ask("a2", in_background=True)
         with pytest.raises(QueueFull):
             async with queue.place("a", in_background=True):
                 raise AssertionError
-        asked.ask("a3")
-        await settle()
+        await asked.ask("a3")
         assert queue.waiting == 2
-        for name in ("a1", "a3", "a2"):
-            await asked.end(name)
+        await asked.end("a1", "a3", "a2")
 
 
 KNOWN: dict[str, tuple[str, dict[str, Any], bool]] = {

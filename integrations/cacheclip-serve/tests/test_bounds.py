@@ -27,6 +27,10 @@ def tool(parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
+def followed(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 def nested(depth: int) -> Any:
     found: Any = {}
     for _ in range(depth):
@@ -45,7 +49,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
     "text of a tool": ({"tools": [tool({"description": "a" * 10**6})]}, "characters"),
     "keys of a tool": ({"tools": [tool({f"a{'b' * 20}{n}": {} for n in range(40_000)})]}, "characters"),
     "question": ({"cacheclip": {"question": "a" * 10**6}}, "characters"),
-    "schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a" * 10**6: 1}}}}, "characters"),
+    "schema": ({"response_format": followed({"a" * 10**6: 1})}, "characters"),
     "tools": ({"tools": [tool({})] * 2000}, "tools has 2000"),
     "stop strings": ({"stop": ["a"] * 100}, "stop has 100"),
     "a stop string": ({"stop": "a" * 5000}, "stop string"),
@@ -53,10 +57,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
     "depth": ({"metadata": nested(400)}, "inside one another"),
     "great depth": ({"metadata": json.loads("[" * 900 + "]" * 900)}, "inside one another"),
     "depth of a tool": ({"tools": [tool(nested(100))]}, "inside one another"),
-    "depth of a schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(200)}}},
-        "inside one another",
-    ),
+    "depth of a schema": ({"response_format": followed(nested(200))}, "inside one another"),
     "max_tokens": ({"max_tokens": 10**300}, "64 bits"),
     "temperature": ({"temperature": 10**300}, "64 bits"),
     "seed": ({"seed": -(10**300)}, "64 bits"),
@@ -101,11 +102,8 @@ def test_depth_is_counted_from_the_body() -> None:
 def test_a_real_request_passes() -> None:
     """200 retrieved documents of 100,000 characters, a long history with calls, 128 tools."""
     documents = [f"Document {n}: " + "The keepers wrote down what they saw. " * 13 for n in range(200)]
-    history = [
-        user(),
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "3"},
-    ] * 200
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    history = [user(), asked, {"role": "tool", "content": "3"}] * 200
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "description": "d"} for n in range(20)}}
     body = {
         "messages": [*history, user("\n\n".join(documents) + "\n\nWhat did they see?")],
@@ -145,7 +143,6 @@ SCHEMAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas_that_cannot_be_followed(served: Served, name: str) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS[name]}}
     for stream in (False, True):
-        answer = served.chat(response_format=wanted, stream=stream, max_tokens=2)
+        answer = served.chat(response_format=followed(SCHEMAS[name]), stream=stream, max_tokens=2)
         assert answer.status_code == 400, answer.text

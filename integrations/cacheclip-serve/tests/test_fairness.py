@@ -28,40 +28,33 @@ from cacheclip_rag import EngineConfig, Event
 class TestQueue:
     async def test_tenants_take_turns(self) -> None:
         asked = Questions(Queue(2, 9, is_shared=True))
-        asked.ask("a1", "a2", "a3", "a4", "a5")
-        await settle()
+        await asked.ask("a1", "a2", "a3", "a4", "a5")
         assert asked.started == ["a1"], "one place stays free of the first tenant"
-        asked.ask("b1", "b2", "c1")
-        await settle()
+        await asked.ask("b1", "b2", "c1")
         assert asked.started == ["a1", "b1"]
-        for name in ("a1", "b1", "a2", "b2", "c1"):
-            await asked.end(name)
+        await asked.end("a1", "b1", "a2", "b2", "c1")
         assert asked.started == ["a1", "b1", "a2", "b2", "c1", "a3"]
         assert (asked.queue.running, asked.queue.waiting) == (1, 2)
-        for name in ("a3", "a4", "a5"):
-            await asked.end(name)
+        await asked.end("a3", "a4", "a5")
         assert (asked.queue.running, asked.queue.waiting) == (0, 0)
 
     async def test_a_flood_fills_its_own_places_only(self) -> None:
         queue = Queue(2, 3, is_shared=True)
         asked = Questions(queue)
-        asked.ask(*(f"a{n}" for n in range(4)))
-        await settle()
+        await asked.ask(*(f"a{n}" for n in range(4)))
         with pytest.raises(QueueFull) as refused:
             async with queue.place("a"):
                 raise AssertionError
         assert refused.value.status == 429 and "3 wait" in refused.value.message
         async with queue.place("b"):
             assert queue.running == 2
-        for n in range(4):
-            await asked.end(f"a{n}")
+        await asked.end(*(f"a{n}" for n in range(4)))
 
     async def test_the_next_answer_of_a_request_waits_and_is_not_refused(self) -> None:
         """Else the answers that the request has would be lost."""
         queue, came = Queue(1, 1), list[str]()
         asked = Questions(queue)
-        asked.ask("a1", "a2")
-        await settle()
+        await asked.ask("a1", "a2")
 
         async def next_answer() -> None:
             async with queue.place("a", goes_on=True):
@@ -81,8 +74,7 @@ class TestQueue:
 
     async def test_who_leaves_keeps_no_place(self) -> None:
         asked = Questions(Queue(1, 9))
-        asked.ask("a1", "a2", "b1", "a3")
-        await settle()
+        await asked.ask("a1", "a2", "b1", "a3")
         await asked.leave("a2")
         assert asked.queue.waiting == 2
         asked._ends["a1"].set()
@@ -97,8 +89,7 @@ class TestQueue:
     async def test_a_place_before_the_first_token_is_short(self) -> None:
         """Answers that are decoded hold up no prompt."""
         asked = Questions(Queue(32, 9))
-        asked.ask(*(f"a{n}" for n in range(7)))
-        await settle()
+        await asked.ask(*(f"a{n}" for n in range(7)))
         assert asked.started == ["a0", "a1", "a2", "a3"]
         await asked.first_token("a1")
         await asked.first_token("a1")  # said with every event
@@ -107,25 +98,22 @@ class TestQueue:
         assert asked.queue.running == 4, "its place was given already"
         await asked.end("a0")
         assert asked.started[5:] == ["a5"]
-        for name in ("a2", "a3", "a4", "a5", "a6"):
-            await asked.end(name)
+        await asked.end("a2", "a3", "a4", "a5", "a6")
 
     async def test_no_more_kv_than_there_is_memory(self) -> None:
         asked = Questions(Queue(32, 9))
         asked.queue.most_bytes = 10
-        asked.ask("a1", "b1", num_bytes=4)
-        asked.ask("a2", num_bytes=7)
-        asked.ask("a3", "b2", num_bytes=1)
-        await settle()
+        await asked.ask("a1", "b1", num_bytes=4)
+        await asked.ask("a2", num_bytes=7)
+        await asked.ask("a3", "b2", num_bytes=1)
         assert asked.started == ["a1", "b1"], "nobody overtakes: the large one would wait for ever"
         await asked.end("a1")
         assert asked.started == ["a1", "b1"]
         await asked.end("b1")
         assert asked.started == ["a1", "b1", "a2", "b2", "a3"]
-        asked.ask("c1", num_bytes=1000)
-        asked.ask("b3", num_bytes=1)
-        for name in ("a2", "a3"):
-            await asked.end(name)
+        await asked.ask("c1", num_bytes=1000)
+        await asked.ask("b3", num_bytes=1)
+        await asked.end("a2", "a3")
         assert "c1" not in asked.started
         await asked.end("b2")
         assert asked.started[5:] == ["c1"], "what needs more than there is runs alone"
@@ -135,37 +123,31 @@ class TestQueue:
 
     async def test_short_questions_pass_long_ones_of_their_tenant(self) -> None:
         asked = Questions(Queue(1, 99))
-        asked.ask("a0")
-        asked.ask("a1", num_tokens=900)
-        asked.ask("b1", num_tokens=500)
-        asked.ask("a2", "a3", num_tokens=20)
-        await settle()
+        await asked.ask("a0")
+        await asked.ask("a1", num_tokens=900)
+        await asked.ask("b1", num_tokens=500)
+        await asked.ask("a2", "a3", num_tokens=20)
         for name in ("a0", "a2", "b1", "a3", "a1"):
             assert asked.started[-1] == name
             await asked.end(name)
 
     async def test_a_short_question_passes_long_ones_that_have_begun(self) -> None:
         asked = Questions(Queue(32, 99))
-        asked.ask(*(f"a{number}" for number in range(6)), num_tokens=900)
-        await settle()
+        await asked.ask(*(f"a{number}" for number in range(6)), num_tokens=900)
         assert asked.started == ["a0", "a1", "a2", "a3"]
-        asked.ask("a6", num_tokens=20)
-        asked.ask("a7", num_tokens=900)
-        await settle()
+        await asked.ask("a6", num_tokens=20)
+        await asked.ask("a7", num_tokens=900)
         assert asked.started[4:] == ["a6"]
         await asked.first_token("a6")
         assert asked.started[5:] == [], "a place that was beside the others gives none"
-        for name in ("a0", "a1", "a2", "a3", "a6", "a4", "a5", "a7"):
-            await asked.end(name)
+        await asked.end("a0", "a1", "a2", "a3", "a6", "a4", "a5", "a7")
 
     async def test_no_more_tokens_pass_a_long_question_than_it_has(self) -> None:
         asked = Questions(Queue(1, 99))
-        asked.ask("a0", num_tokens=10)
-        await settle()
-        asked.ask("a_long", num_tokens=95)
+        await asked.ask("a0", num_tokens=10)
+        await asked.ask("a_long", num_tokens=95)
         for number in range(40):
-            asked.ask(f"a{number + 1}", num_tokens=10)
-            await settle()
+            await asked.ask(f"a{number + 1}", num_tokens=10)
             await asked.end(asked.started[-1])
         assert asked.started.index("a_long") == 10
         while asked.queue.running:
@@ -174,15 +156,12 @@ class TestQueue:
     async def test_one_of_several_tenants_does_not_hold_all_memory(self) -> None:
         asked = Questions(Queue(32, 9, is_shared=True))
         asked.queue.most_bytes = 100
-        asked.ask("a1", "a2", "a3", num_bytes=40)
-        await settle()
+        await asked.ask("a1", "a2", "a3", num_bytes=40)
         for name in ("a1", "a2"):
             await asked.first_token(name)
-        asked.ask("b1", num_bytes=20)
-        await settle()
+        await asked.ask("b1", num_bytes=20)
         assert asked.started == ["a1", "a2", "b1"], "a holds more than its share: b does not wait behind its next one"
-        for name in ("a1", "a2", "b1", "a3"):
-            await asked.end(name)
+        await asked.end("a1", "a2", "b1", "a3")
 
     @pytest.mark.parametrize("seed", range(8))
     async def test_any_order_of_arrivals_keeps_the_limits_and_starves_nobody(self, seed: int) -> None:
@@ -206,7 +185,7 @@ class TestQueue:
         for number in range(40):
             name = f"{drawn.choice('abc')}{number}"
             sizes[name] = drawn.choice((1, 5, 20, 49, 80))
-            asked.ask(name, num_bytes=sizes[name])
+            await asked.ask(name, num_bytes=sizes[name])
             await check()
             for other in sorted(running):
                 if drawn.random() < 0.3:

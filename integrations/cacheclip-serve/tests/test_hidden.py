@@ -69,10 +69,8 @@ class TestServer:
             hiding.engine.precompute(CHUNKS)
         assert seen[0] == seen[1] and seen[0][1]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert seen[0][0]["method"] == field.get("method", hiding.engine.make_method().name)
-        assert (
-            seen[0][0]["nominal_ratio"]
-            == hiding.engine.make_method(field.get("method"), field.get("ratio")).nominal_ratio
-        )
+        method = hiding.engine.make_method(field.get("method"), field.get("ratio"))
+        assert seen[0][0]["nominal_ratio"] == method.nominal_ratio
         hiding.engine.release(CHUNKS)
 
     def test_logprobs_would_tell(self, hiding: Served) -> None:

@@ -23,10 +23,8 @@ SEARCH: Any = {
     "input_schema": {"type": "object", "properties": {"words": {"type": "string"}}, "required": ["words"]},
     "cache_control": {"type": "ephemeral"},
 }
-IN_A_CHAT: Any = {
-    "type": "function",
-    "function": {"name": "search", "description": "Looks up.", "parameters": SEARCH["input_schema"]},
-}
+NAMED = {name: SEARCH[name] for name in ("name", "description")}
+IN_A_CHAT: Any = {"type": "function", "function": {**NAMED, "parameters": SEARCH["input_schema"]}}
 
 
 def client_of(served: Served, key: str = "unused") -> Anthropic:
@@ -200,22 +198,20 @@ def test_an_error_in_a_stream(thinking: Served, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.body["error"] == {"type": "api_error", "message": "it broke"}  # type: ignore[index]
 
 
+USER, OPENED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}
+RESULT = {"role": "user", "content": [{"type": "tool_result"}]}
+
+
 class TestErrors:
     REFUSED: Any = {
         "picture": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         "tool of Anthropic's": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0] has type"),
-        "beginning of the answer": (
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]},
-            "messages[1]: this server does not go on",
-        ),
+        "beginning of the answer": ({"messages": [USER, OPENED]}, "messages[1]: this server does not go on"),
         "code": ({"container": "a"}, "container is not supported"),
         "servers of tools": ({"mcp_servers": [{"name": "a"}]}, "mcp_servers is not supported"),
         "no messages": ({"messages": None}, "messages: Field required"),
         "malformed": ({"messages": "a"}, "messages: Input should be a valid list"),
-        "role": (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}, {"role": "critic", "content": "a"}]},
-            "messages[1].role",
-        ),
+        "role": ({"messages": [RESULT, {"role": "critic", "content": "a"}]}, "messages[1].role"),
         "tool choice": ({"tool_choice": {"type": "some"}}, "tool_choice must have type"),
         "stop sequences": ({"stop_sequences": "a"}, "stop_sequences: Input should be a valid list"),
         "no limit": ({"max_tokens": 0}, "max_tokens"),
@@ -239,14 +235,9 @@ class TestErrors:
 
     def test_what_changes_nothing_is_counted(self, served: Served, client: Anthropic) -> None:
         plain = ask(client).content[0].text
-        neutral = {
-            "metadata": {"user_id": "a"},
-            "cache_control": {"type": "ephemeral"},
-            "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
-            "thinking": {"type": "adaptive"},
-            "service_tier": "auto",
-            "container": None,
-        }
+        neutral = {"metadata": {"user_id": "a"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto"}
+        neutral |= {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}, "container": None}
+        neutral |= {"thinking": {"type": "adaptive"}}
         assert ask(client, extra_body=neutral).content[0].text == plain
         metrics = served.client.get("/metrics").text
         for name in ("context_management", "cache_control", "metadata"):

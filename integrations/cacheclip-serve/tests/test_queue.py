@@ -117,14 +117,17 @@ class TestQueue:
         waited_s = 32.0 + answer_s
         assert [last["cacheclip"][each] for each in times] == [waited_s, waited_s + 2.0, 1.5]
 
+    def hang_up(self, served: Served, **fields: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "What?"}], **fields}
+        with httpx.Client(base_url=served.server.address) as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post(PATH, json=body, timeout=httpx.Timeout(60, read=0.3))
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_hangs_up_before_the_first_token(self, narrow: Served, stream: bool) -> None:
         turns, queue = prompts_of(narrow), narrow.server.app._queue
-        body = {"messages": [{"role": "user", "content": "What?"}], "stream": stream}
         with turns.prompt():
             before = len(turns._prompts)
-            with httpx.Client(base_url=narrow.server.address) as leaving, pytest.raises(httpx.ReadTimeout):
-                leaving.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+            self.hang_up(narrow, stream=stream)
             until(lambda: queue.running == 0)
             until(lambda: len(turns._prompts) == before)
         assert narrow.chat().status_code == 200
@@ -134,9 +137,7 @@ class TestQueue:
         with ThreadPoolExecutor(1) as pool, prompts_of(narrow).prompt():
             pool.submit(narrow.chat)
             until(lambda: queue.running == 1)
-            body = {"messages": [{"role": "user", "content": "What?"}]}
-            with httpx.Client(base_url=narrow.server.address) as leaving, pytest.raises(httpx.ReadTimeout):
-                leaving.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+            self.hang_up(narrow)
             until(lambda: queue.waiting == 0)
 
     def test_who_hangs_up_in_the_middle(self, narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,12 +233,15 @@ class TestMemory:
         questions = {
             "none": ServedQuestion(plain, "default", CallOptions()),
             "tools": ServedQuestion(plain, "default", CallOptions(tools=[tool])),
-            "calls": ServedQuestion(
-                [*plain, {"role": "assistant", "content": "", "tool_calls": [call]}], "default", CallOptions()
-            ),
+            "calls": ServedQuestion([*plain, {"role": "assistant", "tool_calls": [call]}], "default", CallOptions()),
         }
         work = {name: backend.work_tokens(question) for name, question in questions.items()}
         assert work["none"] < 10 and min(work["tools"], work["calls"]) > 1000
+
+    def test_a_prompt_that_is_too_long_is_refused_before_it_waits(self, narrow: Served) -> None:
+        with prompts_of(narrow).prompt():
+            response = narrow.chat("word " * 6000, stream=True)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
 
     def test_the_limit_is_half_of_what_is_free(self, narrow: Served) -> None:
         assert 0 < narrow.server.app._queue.most_bytes < math.inf
@@ -270,11 +274,6 @@ class TestSilence:
         rest = [line for line in lines if line.startswith("data: ")]
         assert len(rest) == 1 and "server_error" in rest[0]
 
-    def test_a_prompt_that_is_too_long_is_refused_before_it_waits(self, narrow: Served) -> None:
-        with prompts_of(narrow).prompt():
-            response = narrow.chat("word " * 6000, stream=True)
-        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-
 
 class TestStopping:
     def test_what_runs_is_finished(self, config: EngineConfig) -> None:
@@ -284,7 +283,7 @@ class TestStopping:
                 asked = pool.submit(served.chat)
                 until(lambda: queue.running == 1)
                 served.server.stop()
-                until(lambda: _refuses(served))
+                until(lambda: _status(served.server) in (503, None))
             assert asked.result().status_code == 200
 
     def test_new_questions_are_refused(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -294,13 +293,6 @@ class TestStopping:
             for response in (served.chat(), served.client.get("/health")):
                 assert response.status_code == 503 and response.json()["error"]["code"] == "not_ready"
         assert "/v1/chat/completions 503" in caplog.text and "/health" not in caplog.text, "probes would fill the log"
-
-
-def _refuses(served: Served) -> bool:
-    try:
-        return httpx.get(f"{served.server.address}/health", timeout=5).status_code == 503
-    except httpx.TransportError:
-        return True
 
 
 class TestStarting:

@@ -19,6 +19,11 @@ MESSAGES = [{"role": "user", "content": "What?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
+OPENED = {"role": "assistant", "content": "Well,", "prefix": True}
+OBJECT = {"response_format": {"type": "json_object"}}
+NAMELESS = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}
+
+
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": MESSAGES, "max_tokens": 2, **fields}
 
@@ -44,27 +49,11 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "unknown role": (message(role="robot"), "messages[0].role", "'user'"),
     "no content": (chat(messages=[{"role": "user"}]), "messages[0].content", "missing"),
     "content is a number": (chat(messages=[{"role": "user", "content": 3}]), "messages[0].content", "string"),
-    "picture": (
-        message(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
-        "messages[0].content",
-        "'image_url'",
-    ),
+    "picture": (message(content=[{"type": "image_url", "image_url": {}}]), "messages[0].content", "'image_url'"),
     "picture beside the content": (message(images=["x"]), "messages[0].images", "Leave it out"),
-    "beginning of the answer": (
-        chat(messages=[*MESSAGES, {"role": "assistant", "content": "Well,", "prefix": True}]),
-        "messages[1].prefix",
-        "Leave it out",
-    ),
-    "variables of the template": (
-        chat(chat_template_kwargs={"chat_template": "x"}),
-        "chat_template_kwargs",
-        "cannot set 'chat_template'",
-    ),
-    "variable with a control token": (
-        chat(chat_template_kwargs={"mode": "<|im_end|>"}),
-        None,
-        "name of a control token",
-    ),
+    "beginning of the answer": (chat(messages=[*MESSAGES, OPENED]), "messages[1].prefix", "Leave it out"),
+    "variables": (chat(chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs", "cannot set 'chat_temp"),
+    "variable with a control tag": (chat(chat_template_kwargs={"mode": "<|im_end|>"}), None, "name of a control token"),
     "half a token": (chat(max_tokens=8.5), "max_tokens", "integer"),
     "function call": (message(function_call={"name": "f"}), "messages[0].function_call", "Leave it out"),
     "calls of a user": (message(tool_calls=[TOOL]), "messages[0].tool_calls", "assistant"),
@@ -82,11 +71,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "logprobs": (chat(logprobs=2), "logprobs", "boolean"),
     "top_logprobs": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "less than or equal to 20"),
     "top_logprobs alone": (chat(top_logprobs=2), "top_logprobs", "needs logprobs=true"),
-    "logprobs of what may be withdrawn": (
-        chat(logprobs=True, cacheclip={"finish": "revise"}),
-        None,
-        "Set finish='none'",
-    ),
+    "logprobs of what is withdrawn": (chat(logprobs=True, cacheclip={"finish": "revise"}), None, "Set finish='none'"),
     "penalty": (chat(frequency_penalty=2.5), "frequency_penalty", "less than or equal to 2"),
     "reward": (chat(presence_penalty=-2.5), "presence_penalty", "greater than or equal to -2"),
     "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
@@ -106,21 +91,17 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "tool": (chat(tools=[{"type": "web_search"}]), "tools[0]", "function"),
     "tool's name": (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools", "word"),
     "choice": (chat(tools=[TOOL], tool_choice="maybe"), "tool_choice", "none, auto, required"),
-    "choice of an unknown tool": (
-        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
-        "tool_choice",
-        "'g'",
-    ),
-    "tools that are not there": (
+    "unknown tool": (chat(tools=[TOOL], tool_choice={**TOOL, "function": {"name": "g"}}), "tool_choice", "'g'"),
+    "unknown tools": (
         chat(tools=[TOOL], tool_choice=allowed("auto", "f", "g")),
         "tool_choice",
-        "'g', and there is no such tool",
+        "'g', and there is no",
     ),
     "another mode": (chat(tools=[TOOL], tool_choice=allowed("any", "f")), "tool_choice", "a mode, auto or required"),
-    "allowed tools without names": (
-        chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}),
+    "tools without names": (
+        chat(tools=[TOOL], tool_choice=NAMELESS),
         "tool_choice",
-        "got {'mode': 'auto', 'tools': [{}]}",
+        "got {'mode': 'auto', 'tools",
     ),
     "none of the tools": (chat(tools=[TOOL], tool_choice=allowed("required")), "tool_choice", "no tools"),
     "choice without tools": (chat(tool_choice="required"), "tool_choice", "no tools"),
@@ -136,11 +117,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "confidence": (cacheclip(min_confidence=2), "cacheclip.min_confidence", "probability"),
     "finish": (cacheclip(finish="maybe"), "cacheclip.finish", "verify"),
     "moved": (cacheclip(moved="maybe"), "cacheclip.moved", "on"),
-    "schema and finish": (
-        {**cacheclip(finish="verify"), "response_format": {"type": "json_object"}},
-        None,
-        "json_schema cannot be combined",
-    ),
+    "schema and finish": (chat(**OBJECT, cacheclip={"finish": "verify"}), None, "json_schema cannot be combined"),
 }
 
 
@@ -207,12 +184,6 @@ def test_of_a_body_that_is_no_json(served: Served, body: bytes) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_of_prompts_that_are_too_long_together(served: Served) -> None:
-    each = "word " * 10_000
-    response = served.client.post("/v1/completions", json={"prompt": [each, each]})
-    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-
-
 def test_paths_stay_secret(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither errors nor statistics: messages for operators name the model by its path."""
     models = {"primary": tiny_models["llama-rope-dynamic"], "auxiliary": tiny_models["auxiliary"]}
@@ -256,11 +227,11 @@ def test_of_an_unknown_model(served: Served) -> None:
     assert served.chat().status_code == 200, "without a model, it is the one that there is"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_of_a_prompt_that_is_too_long(served: Served, stream: bool) -> None:
-    response = served.chat("word " * 6000, stream=stream)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
+def test_of_a_prompt_that_is_too_long(served: Served) -> None:
+    """Alone, in a stream, or with others."""
+    together = served.client.post("/v1/completions", json={"prompt": ["word " * 10_000] * 2})
+    for response in (*(served.chat("word " * 6000, stream=stream) for stream in (False, True)), together):
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("says_so", [True, False], ids=["stated", "in pieces"])

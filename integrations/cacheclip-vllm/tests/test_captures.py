@@ -41,8 +41,7 @@ LAYERS, HEADS, DIM = 3, 4, 8
 
 class TestCapture:
     def test_there_and_back(self) -> None:
-        capture = Capture(NAME, 3, CONTEXT)
-        assert Capture.of(capture.to_dict(), 9) == capture
+        assert Capture.of(Capture(NAME, 3, CONTEXT).to_dict(), 9) == Capture(NAME, 3, CONTEXT)
         assert Capture.of({"name": NAME}, 1) == Capture(NAME)
 
     @pytest.mark.parametrize(
@@ -70,11 +69,8 @@ def new(request_id: str, blocks: list[int], computed: int) -> Any:
 
 def scheduled(new_ones: list[Any], tokens: dict[str, int], **cached: Any) -> Any:
     empty = {"req_ids": [], "num_computed_tokens": [], "new_block_ids": [], "resumed_req_ids": set()}
-    return SimpleNamespace(
-        scheduled_new_reqs=new_ones,
-        scheduled_cached_reqs=SimpleNamespace(**{**empty, **cached}),
-        num_scheduled_tokens=tokens,
-    )
+    old_ones = SimpleNamespace(**{**empty, **cached})
+    return SimpleNamespace(scheduled_new_reqs=new_ones, scheduled_cached_reqs=old_ones, num_scheduled_tokens=tokens)
 
 
 class TestSchedule:
@@ -216,14 +212,13 @@ class TestCaptor:
         assert "could not be written" in reason
 
 
-class TestFingerprint:
-    def test_a_quantised_checkpoint_is_what_it_is(self, tmp_path: Path) -> None:
-        folder = build_model(tmp_path / "model", TINY_MODELS["llama"])
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-        (folder / "config.json").write_text(json.dumps(config))
-        found = load_planning(folder, quantization="compressed-tensors")
-        assert found.fingerprint == load_planning(folder).fingerprint
+def test_a_quantised_checkpoint_is_what_it_is(tmp_path: Path) -> None:
+    folder = build_model(tmp_path / "model", TINY_MODELS["llama"])
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_planning(folder, quantization="compressed-tensors")
+    assert found.fingerprint == load_planning(folder).fingerprint
 
 
 class Elsewhere:
@@ -373,13 +368,17 @@ class TestEncodingInVllm:
         assert [kv is None for kv in raised.value.encoded].count(True) == int(what[0])
         assert not [*llm.folder.iterdir()], "nothing is left"
 
-    def test_a_chunk_that_vllm_refuses(self, made: tuple[InVllm, Any]) -> None:
+    def test_other_weights_and_a_chunk_that_vllm_refuses(self, made: tuple[InVllm, Any]) -> None:
         llm, encoder = made
+        model = llm.llm_engine.vllm_config.model_config
+        model.quantization = "fp8"
+        with pytest.raises(ConfigurationError, match="with quantization fp8, which is not the primary"):
+            encoder([[5, 6]])
 
         def refuses(*_: Any) -> Any:
             raise ValueError("longer than max_model_len")
 
-        llm.fails = refuses
+        model.quantization, llm.fails = None, refuses
         with pytest.raises(EncodingError, match="vLLM refuses a chunk: longer than max_model_len"):
             encoder([[5, 6]])
 
@@ -401,12 +400,6 @@ class TestEncodingInVllm:
             with pytest.raises(ConfigurationError, match="never tried before, got .*(no room|a difference of)"):
                 encoder([[5, 6]])
         assert not [*llm.folder.iterdir()], "nothing is left"
-
-    def test_other_weights(self, made: tuple[InVllm, Any]) -> None:
-        llm, encoder = made
-        llm.llm_engine.vllm_config.model_config.quantization = "fp8"
-        with pytest.raises(ConfigurationError, match="with quantization fp8, which is not the primary"):
-            encoder([[5, 6]])
 
 
 class TestOptions:
@@ -437,10 +430,8 @@ class TestOptions:
         ],
     )
     def test_refused(self, tiny_models: dict[str, str], options: dict[str, Any], what: str) -> None:
-        with (
-            pytest.raises(ConfigurationError, match=what),
-            vllm_engine(primary=tiny_models["llama"], auxiliary=None, vllm=options),
-        ):
+        refused = vllm_engine(primary=tiny_models["llama"], auxiliary=None, vllm=options)
+        with pytest.raises(ConfigurationError, match=what), refused:
             pass
 
     def test_rotary_frequencies_that_depend_on_the_length(self, tiny_models: dict[str, str], tmp_path: Path) -> None:

@@ -48,10 +48,8 @@ def started(installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def models(tiny_models: dict[str, str], tmp_path: Path) -> list[str]:
-    return [
-        *("--store", str(tmp_path / "store"), "--backend", "vllm"),
-        *("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--method", "cacheclip"),
-    ]
+    own = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--method", "cacheclip"]
+    return ["--store", str(tmp_path / "store"), "--backend", "vllm", *own]
 
 
 def settings_file(folder: Path, text: str) -> list[str]:
@@ -228,11 +226,7 @@ def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("lacks", [[], ["vllm.v1.request:Request (cache_salt)"]])
 def test_with_a_vllm_that_was_never_tried(
-    started: dict[str, Any],
-    models: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lacks: list[str],
+    started: Any, models: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: list[str]
 ) -> None:
     def by_another_name(name: str) -> str:
         if name == "vllm":

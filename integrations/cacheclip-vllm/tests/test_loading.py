@@ -172,10 +172,8 @@ class TestLoads:
         if fails:
             worker.rows.bypassed = 1
         starts, count = {"a": 0, "b": 80, "c": 0, "d": 160}, len(worker.block_ids)
-        rows = {
-            name: sum(b - a for one in passes(worker.plan, start, max_runs=99, max_rows=999) for a, b in one.runs)
-            for name, start in starts.items()
-        }
+        planned = {name: passes(worker.plan, start, max_runs=99, max_rows=999) for name, start in starts.items()}
+        rows = {name: sum(b - a for one in each for a, b in one.runs) for name, each in planned.items()}
         worker.loader._max_rows = rows["a"] + rows["b"]
         blocks = {name: tuple(range(n * count, n * count + count)) for n, name in enumerate(starts)}
         worker.block_ids = blocks["a"]
@@ -216,11 +214,8 @@ class TestLoads:
     ) -> None:
         """On a stream of its own; read when it is there, and kept until it was read."""
         device, log = Device(), list[tuple[str, int]]()
-        ends, layer, update = (
-            dict[str, dict[int, Any]](made={}, read={}),
-            StoredInterval.layer,
-            Writer.do_kv_cache_update,
-        )
+        ends = dict[str, dict[int, Any]](made={}, read={})
+        layer, update = StoredInterval.layer, Writer.do_kv_cache_update
         monkeypatch.setattr(torch, "get_device_module", lambda _: device)
         for module in (layers_ahead, joined):
             monkeypatch.setattr(module, "COPIES_BESIDE", ("cpu",))
@@ -279,8 +274,7 @@ class TestLoads:
     [
         (8, 1, [range(8)]),
         (8, 2, [range(4), range(4, 8)]),
-        (6, 3, [range(2), range(2, 4), range(4, 6)]),
-        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+        *[(6, 3, [range(2), range(2, 4), range(4, 6)]), (2, 4, [range(1), range(1), range(1, 2), range(1, 2)])],
     ],
 )
 def test_heads_of_workers(num_heads: int, size: int, heads: list[range]) -> None:

@@ -26,9 +26,8 @@ def test_the_share_that_was_computed() -> None:
 
 
 def test_rows_of_flat_logprobs() -> None:
-    flat = SimpleNamespace(
-        start_indices=[0, 2], end_indices=[2, 5], token_ids=[3, 0, 1, 2, 0], logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0]
-    )
+    flat = SimpleNamespace(start_indices=[0, 2], end_indices=[2, 5], token_ids=[3, 0, 1, 2, 0])
+    flat.logprobs = [-1.0, -2.0, -3.0, -4.0, -5.0]
     session = MeasuredVLLM(None, None, None, True)  # type: ignore[arg-type]
     vars(session)["vocab_size"] = 4
     output = SimpleNamespace(outputs=[SimpleNamespace(logprobs=flat)])

@@ -19,6 +19,7 @@ from vllm_served import CHAT, NORTH, OWN, PROMPT, SEAL, Served, running
 from cacheclip_rag import EngineConfig
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+UNTYPED = {"properties": SCHEMA["properties"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "Finds.", "parameters": SCHEMA}}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 USER, RESULT = {"role": "user", "content": PROMPT}, {"role": "tool", "tool_call_id": "abcdefghi"}
@@ -30,7 +31,11 @@ def text(content: str, kind: str = "text") -> dict[str, Any]:
 
 NAMED = {"name": "f", "description": "Finds."}
 DEFINED = {**NAMED, "input_schema": SCHEMA}
+SEARCH = {"role": "user", "content": "Search."}
+RETURNED = {"type": "tool_result", "tool_use_id": "abcdefghi"}
 USE = {"type": "tool_use", "id": "abcdefghi", "name": "f", "input": {"a": "b"}}
+SAID = {"type": "message", "role": "assistant"}
+OUTPUT = {"type": "function_call_output", "call_id": "abcdefghi"}
 CALLED = {"type": "function_call", "call_id": "abcdefghi", "name": "f", "arguments": '{"a": "b"}'}
 PLANNED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: path, body, and the chat that has the same prompt
@@ -49,30 +54,22 @@ PLANNED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         MESSAGES,
         {
             "messages": [
-                {"role": "user", "content": "Search."},
+                SEARCH,
                 {"role": "assistant", "content": [text("I do."), USE]},
-                {
-                    "role": "user",
-                    "content": [
-                        text("And?"),
-                        {"type": "tool_result", "tool_use_id": "abcdefghi", "content": [text(CHUNKS[0]), text("")]},
-                    ],
-                },
+                {"role": "user", "content": [text("And?"), {**RETURNED, "content": [text(CHUNKS[0]), text("")]}]},
             ],
-            "tools": [{**NAMED, "input_schema": {"properties": SCHEMA["properties"]}}],
+            "tools": [{**NAMED, "input_schema": UNTYPED}],
             "tool_choice": {"type": "any"},
             "thinking": {"type": "enabled", "budget_tokens": 1024},
         },
         {
             "messages": [
-                {"role": "user", "content": "Search."},
+                SEARCH,
                 {"role": "assistant", "content": "I do.", "tool_calls": [CALL]},
                 {**RESULT, "content": f"{CHUNKS[0]}\n"},
                 {"role": "user", "content": "And?"},
             ],
-            "tools": [
-                {**TOOL, "function": {**NAMED, "parameters": {"properties": SCHEMA["properties"], "type": "object"}}}
-            ],
+            "tools": [{**TOOL, "function": {**NAMED, "parameters": {**UNTYPED, "type": "object"}}}],
         },
     ),
     "a call alone": (
@@ -90,13 +87,10 @@ PLANNED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         RESPONSES,
         {
             "input": [
-                {"role": "user", "content": "Search."},
-                {
-                    **{"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"},
-                    "content": [text("I do.", "output_text")],
-                },
+                SEARCH,
+                {**SAID, "id": "msg_1", "status": "completed", "content": [text("I do.", "output_text")]},
                 CALLED,
-                {"type": "function_call_output", "call_id": "abcdefghi", "output": CHUNKS[0]},
+                {**OUTPUT, "output": CHUNKS[0]},
                 {"role": "assistant", "content": "Good."},
                 {"type": "message", "role": "user", "content": [text("And", "input_text"), text("who?", "input_text")]},
             ],
@@ -105,7 +99,7 @@ PLANNED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {
             "messages": [
-                {"role": "user", "content": "Search."},
+                SEARCH,
                 {"role": "assistant", "content": "I do.", "tool_calls": [CALL]},
                 {**RESULT, "content": CHUNKS[0]},
                 {"role": "assistant", "content": "Good."},
@@ -131,11 +125,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tool of theirs": (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "definition of a tool"),
     "a later system": (MESSAGES, {"messages": [USER, {"role": "system", "content": "Stop."}]}, "role of a message"),
     "a picture": (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of a content"),
-    "thoughts": (
-        MESSAGES,
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So."}]}]},
-        "parts of a content",
-    ),
+    "thoughts": (MESSAGES, {"messages": [USER, {**SAID, "content": [{"type": "thinking"}]}]}, "parts of a content"),
     "text": (MESSAGES, {"messages": "What?"}, "malformed"),
     "no message": (MESSAGES, {"messages": [3]}, "malformed"),
     "an earlier response": (RESPONSES, {"previous_response_id": "resp_1"}, "another field"),
@@ -145,22 +135,12 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tool of vLLM's": (RESPONSES, {"tools": [{"type": "code_interpreter"}]}, "definition of a tool"),
     "allowed": (RESPONSES, {"tool_choice": {"type": "allowed_tools"}}, "allowed tools"),
     "a thought": (RESPONSES, {"input": [{"type": "reasoning", "content": []}]}, "kind of an item"),
-    "two texts": (
-        RESPONSES,
-        {"input": [{"role": "assistant", "content": [text("a", "output_text"), text("b", "output_text")]}]},
-        "parts of a content",
-    ),
+    "two texts": (RESPONSES, {"input": [{**SAID, "content": [text("a", "output_text")] * 2}]}, "parts of a content"),
     "a named user": (RESPONSES, {"input": [{**USER, "name": "anna"}]}, "field of a message"),
     "a namespace": (RESPONSES, {"input": [{**CALLED, "namespace": "n"}]}, "field of a message"),
-    "parts of an output": (
-        RESPONSES,
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": [text("a", "input_text")]}]},
-        "kind of an item",
-    ),
+    "parts of an output": (RESPONSES, {"input": [{**OUTPUT, "output": [text("a", "input_text")]}]}, "kind of an item"),
     "half an answer": (
-        RESPONSES,
-        {"input": [USER, {"type": "message", "role": "assistant", "content": "The", "status": "incomplete"}]},
-        "continue_final_message",
+        *(RESPONSES, {"input": [USER, {**SAID, "content": "The", "status": "incomplete"}]}, "continue_final_message"),
     ),
 }
 

@@ -31,9 +31,8 @@ class Request:
         while (len(self.block_hashes) + 1) * BLOCK <= len(self.tokens):
             before = self.block_hashes[-1] if self.block_hashes else (self.cache_salt or "").encode()
             start = len(self.block_hashes) * BLOCK
-            self.block_hashes.append(
-                hashlib.sha256(before + repr(self.tokens[start : start + BLOCK]).encode()).digest()
-            )
+            block = repr(self.tokens[start : start + BLOCK]).encode()
+            self.block_hashes.append(hashlib.sha256(before + block).digest())
 
 
 class Cache:
@@ -56,11 +55,9 @@ class Cache:
 
 def prompt(question: int, tokens: int = 40, chunks: int = 0) -> list[int]:
     """Two chunks behind a prefix, and a question."""
-    return [
-        *range(PREFIX),
-        *(50_000 * chunks + n for n in range(PREFIX, PREFIX + 2 * CHUNK)),
-        *(10_000 + 100 * question + n for n in range(tokens)),
-    ]
+    texts = range(50_000 * chunks + PREFIX, 50_000 * chunks + PREFIX + 2 * CHUNK)
+    asked = range(10_000 + 100 * question, 10_000 + 100 * question + tokens)
+    return [*range(PREFIX), *texts, *asked]
 
 
 def plan_of(tokens: list[int], every: int = 4) -> FusionPlan:
@@ -107,25 +104,23 @@ class Engine:
         self.cache.held.update(request.block_hashes)
 
 
-class TestChoose:
-    @pytest.mark.parametrize("held", range(0, PREFIX + 2 * CHUNK + 40, BLOCK))
-    def test_the_fewest_rows(self, held: int) -> None:
-        """By brute force, over exact KV of every length."""
-        engine, tokens = Engine(), prompt(1)
-        engine.cache.held.update(Request(tokens).block_hashes[: held // BLOCK])
-        request, plan = Request(tokens), plan_of(tokens)
-        own = [*request.block_hashes]
-        plain = len(tokens) - held
-        starts = {PREFIX, max(PREFIX, held)}
-        rows = min(computed_rows(plan, min(held, start), **ROOM) for start in starts)
-        wanted = rows <= plain and plain > (
-            rows + ROWS_FOR_EXACT_KV if plain < computed_rows(plan, min(held, PREFIX), **ROOM) else 0
-        )
-        assert engine.blocks.choose(request, plan, **ROOM) is wanted
-        if not wanted:
-            assert request.block_hashes == own and request.cache_salt is None
-        else:
-            assert engine.blocks.known(request) in {min(held, PREFIX), held}
+@pytest.mark.parametrize("held", range(0, PREFIX + 2 * CHUNK + 40, BLOCK))
+def test_the_fewest_rows(held: int) -> None:
+    """By brute force, over exact KV of every length."""
+    engine, tokens = Engine(), prompt(1)
+    engine.cache.held.update(Request(tokens).block_hashes[: held // BLOCK])
+    request, plan = Request(tokens), plan_of(tokens)
+    own = [*request.block_hashes]
+    plain = len(tokens) - held
+    starts = {PREFIX, max(PREFIX, held)}
+    rows = min(computed_rows(plan, min(held, start), **ROOM) for start in starts)
+    least = rows + ROWS_FOR_EXACT_KV if plain < computed_rows(plan, min(held, PREFIX), **ROOM) else 0
+    wanted = rows <= plain and plain > least
+    assert engine.blocks.choose(request, plan, **ROOM) is wanted
+    if not wanted:
+        assert request.block_hashes == own and request.cache_salt is None
+    else:
+        assert engine.blocks.known(request) in {min(held, PREFIX), held}
 
 
 class TestContinued:

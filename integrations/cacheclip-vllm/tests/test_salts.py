@@ -17,9 +17,7 @@ USER = {"role": "user", "content": PROMPT}
 CHATS: dict[str, dict[str, Any]] = {
     "planned": {"messages": [USER]},
     "two answers": {"messages": [USER], "n": 2},
-    "parts": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    },
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}]},
     "a picture": {"messages": [{"role": "user", "content": [PICTURE]}]},
     "another role": {"messages": [{"role": "function", "content": PROMPT}]},
     "no messages": {"messages": []},

@@ -14,14 +14,8 @@ from cacheclip_vllm.prefix_blocks import salt
 from cacheclip_vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
 from vllm_cases import Whole, engine
 
-REQUEST = {
-    "sampling_params": SimpleNamespace(prompt_logprobs=None),
-    "lora_request": None,
-    "mm_features": [],
-    "prompt_token_ids": [1, 2],
-    "prompt_embeds": None,
-    "skip_reading_prefix_cache": False,
-}
+REQUEST = {"lora_request": None, "mm_features": [], "prompt_token_ids": [1, 2], "prompt_embeds": None}
+REQUEST |= {"sampling_params": SimpleNamespace(prompt_logprobs=None), "skip_reading_prefix_cache": False}
 
 
 class Window:
@@ -106,23 +100,22 @@ class TestEngine:
         assert found is None if times is None else times in str(found)
 
 
-class TestRequest:
-    @pytest.mark.parametrize(
-        ("changed", "what"),
-        [
-            ({"lora_request": object()}, "LoRA"),
-            ({"mm_features": [object()]}, "multimodal"),
-            ({"prompt_token_ids": None}, "embeddings"),
-            ({"prompt_embeds": object()}, "embeddings"),
-            ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "logprobs"),
-            ({"sampling_params": None}, "pools"),
-            ({"skip_reading_prefix_cache": True}, "prefix cache"),
-        ],
-    )
-    def test_refused(self, changed: dict[str, Any], what: str) -> None:
-        check_request(SimpleNamespace(**REQUEST))
-        with pytest.raises(ValueError, match=what):
-            check_request(SimpleNamespace(**{**REQUEST, **changed}))
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"lora_request": object()}, "LoRA"),
+        ({"mm_features": [object()]}, "multimodal"),
+        ({"prompt_token_ids": None}, "embeddings"),
+        ({"prompt_embeds": object()}, "embeddings"),
+        ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "logprobs"),
+        ({"sampling_params": None}, "pools"),
+        ({"skip_reading_prefix_cache": True}, "prefix cache"),
+    ],
+)
+def test_refused(changed: dict[str, Any], what: str) -> None:
+    check_request(SimpleNamespace(**REQUEST))
+    with pytest.raises(ValueError, match=what):
+        check_request(SimpleNamespace(**{**REQUEST, **changed}))
 
 
 class Counted:
@@ -163,10 +156,8 @@ class TestSteps:
         scheduler.begin("a", (3, 5, 6, 11, 12))
         scheduler.begin("c", (4, 1, 7, 8, 2), 150)
         found = scheduler.loads.take()
-        assert found == [
-            Load("a", (3, 5, 6, 11, 12), 64, 150, context="context of a"),
-            Load("c", (4, 1, 7, 8, 2), 0, 150, context="context of c"),
-        ]
+        rest = Load("a", (3, 5, 6, 11, 12), 64, 150, context="context of a")
+        assert found == [rest, Load("c", (4, 1, 7, 8, 2), 0, 150, context="context of c")]
         assert scheduler.loads.take() == []
         assert [each.failed_blocks(32) for each in found] == [(6, 11, 12), (4, 1, 7, 8, 2)]
         assert scheduler.loads.end(["a", "c"], set()) == []

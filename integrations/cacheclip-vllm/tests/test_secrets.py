@@ -26,7 +26,6 @@ def test_the_command(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatc
     connector = Settings.of(extra["kv_connector_extra_config"])
     assert connector.store == store == program.environment[STORE_VARIABLE]
     assert not [each for each in [*seen, repr(connector)] if SECRET in each]
-    plain = command(
-        ServerSettings(EngineConfig(primary=tiny_models["llama"], store="s3://b/p"), "t"), [], host="", port=1
-    )
+    config = EngineConfig(primary=tiny_models["llama"], store="s3://b/p")
+    plain = command(ServerSettings(config, "t"), [], host="", port=1)
     assert '"s3://b/p"' in " ".join(plain.arguments) and STORE_VARIABLE not in plain.environment

@@ -10,19 +10,13 @@ from cacheclip_vllm.shadow import SHADOW_TOKENS, Shadow
 
 from cacheclip_rag.guards import Metrics
 
-GREEDY = {
-    "temperature": 0,
-    "n": 1,
-    "max_tokens": 64,
-    "logprobs": 5,
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-    "extra_args": {"kv_transfer_params": {"cacheclip": {}}, "other": 1},
-}
+GREEDY = {"temperature": 0, "n": 1, "max_tokens": 64, "logprobs": 5, "prompt_logprobs": None}
+GREEDY["structured_outputs"] = None
+CARRIED = {"kv_transfer_params": {"cacheclip": {}}, "other": 1}
 
 
 def params(**changed: Any) -> Any:
-    return SimpleNamespace(**{**GREEDY, **changed})
+    return SimpleNamespace(**{**GREEDY, "extra_args": CARRIED, **changed})
 
 
 def test_which_answers() -> None:
@@ -73,10 +67,7 @@ def test_what_is_counted(
     with caplog.at_level("INFO"):
         assert Shadow(1.0, metrics).record(answer, plain[:SHADOW_TOKENS], method="epic") == agreement
     assert [each.levelname for each in caplog.records] == ["WARNING" if other_first else "INFO"]
-    assert metrics.snapshot() == {
-        "shadow_checks_total": 1,
-        "shadow_greedy_checks_total": 1,
-        "shadow_agreement_sum": agreement,
-        "shadow_other_first_token_total": other_first,
-    }
+    counts = {"checks_total": 1, "greedy_checks_total": 1, "agreement_sum": agreement}
+    counts["other_first_token_total"] = other_first
+    assert metrics.snapshot() == {f"shadow_{name}": count for name, count in counts.items()}
     assert f"cacheclip_shadow_agreement_sum {agreement:g}" in metrics.to_prometheus()

@@ -22,10 +22,8 @@ QUEUED_S, PLANNING_S, FIRST_S, REST_S, READ_S = 32.0, 8.0, 2.0, 0.5, 0.125
 """In the queue of plans, being planned, until vLLM's first byte, and until its last one. No sum of some of them equals
 another one. Before the first byte, in whole answers, vLLM's workers waited for stored KV."""
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
-PATHS = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What?"}]},
-    "/v1/completions": {"prompt": "a"},
-}
+MESSAGES = [{"role": "user", "content": "What?"}]
+PATHS = {"/v1/chat/completions": {"messages": MESSAGES}, "/v1/completions": {"prompt": "a"}}
 
 
 class Clock:
@@ -68,9 +66,8 @@ def vllm(clock: Clock, in_vllm_s: float | None) -> Any:
         told = {"kv_transfer_params": {"cacheclip": {"read_s": READ_S}}}
         whole = {"id": "1", "choices": [choice], "usage": USAGE, **metrics, **told}
         events = [{"choices": [choice]}, {"choices": [], "usage": USAGE, **metrics}]
-        pieces = [b"data: " + json.dumps(each, separators=(",", ":")).encode() + b"\n\n" for each in events] + [
-            b"data: [DONE]\n\n"
-        ]
+        pieces = [b"data: " + json.dumps(each, separators=(",", ":")).encode() + b"\n\n" for each in events]
+        pieces += [b"data: [DONE]\n\n"]
         if not body.get("stream"):
             text = json.dumps(whole, separators=(",", ":")).encode()
             pieces = [text[:9], text[9:]]
@@ -116,22 +113,11 @@ async def test_every_second_is_counted_once(
     (own,) = [each["cacheclip"] for each in (chunks if stream else [json.loads(text)]) if "cacheclip" in each]
     everything = QUEUED_S + PLANNING_S + FIRST_S + REST_S
     found = {name: own[name] for name in ("ttft_s", "decode_s", "queued_s", "planning_s", "reason")}
-    assert found == {
-        "ttft_s": ttft_s,
-        "decode_s": everything - ttft_s,
-        "queued_s": QUEUED_S,
-        "planning_s": PLANNING_S,
-        "reason": "a reason",
-    }
+    times = {"ttft_s": ttft_s, "decode_s": everything - ttft_s}
+    assert found == {**times, "queued_s": QUEUED_S, "planning_s": PLANNING_S, "reason": "a reason"}
     in_vllm_s, read_s = ttft_s - QUEUED_S - PLANNING_S, 0.0 if stream else READ_S
-    phases = {
-        "lookup": 0.0,
-        "read": read_s,
-        "select": 0.0,
-        "assemble": 0.0,
-        "recompute": in_vllm_s - read_s,
-        "first": 0.0,
-    }
+    idle = dict.fromkeys(("lookup", "select", "assemble", "first"), 0.0)
+    phases = {**idle, "read": read_s, "recompute": in_vllm_s - read_s}
     assert own["phases_s"] == phases
     counted = middleware.planning.metrics.snapshot()
     assert counted["ttft_seconds_sum"] == ttft_s

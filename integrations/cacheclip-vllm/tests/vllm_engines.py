@@ -90,19 +90,10 @@ def started(setting: Setting, **options: Any) -> Iterator[FusedLLM]:
     """A vLLM engine with our connector."""
     from vllm import LLM
 
-    defaults = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 16,
-        "block_size": BLOCK,
-        "seed": 0,
-        "disable_log_stats": True,
-    }
-    ours = engine_options(setting.store)
+    own = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": True}
     llm = None
     try:
-        llm = LLM(setting.model, **{**defaults, **ours, **options})
+        llm = LLM(setting.model, **{**VLLM, **own, **engine_options(setting.store), **options})
         yield FusedLLM(llm, setting.planner())
     finally:
         if llm is not None:
@@ -160,13 +151,9 @@ _CHANGED: dict[str, dict[str, Any]] = {
 
 def architecture(name: str, folder: Path) -> Setting:
     spec = {**TINY_MODELS[name], **_HEADS, **_CHANGED.get(name, {})}
-    options = {
-        "primary": str(build_model(folder / "model", spec)),
-        "auxiliary": str(build_auxiliary(folder / "auxiliary")),
-        "store": str(folder / "store"),
-        "chunk_context": "passages",
-        "prefix_cache_bytes": 0,
-    }
+    options = {"primary": str(build_model(folder / "model", spec)), "store": str(folder / "store")}
+    options |= {"auxiliary": str(build_auxiliary(folder / "auxiliary")), "chunk_context": "passages"}
+    options |= {"prefix_cache_bytes": 0}
     CacheClipEngine(**options).precompute(CHUNKS)
     return Setting(options["primary"], options["store"], options)
 
@@ -205,7 +192,7 @@ def near_ties(full: Any, found: Any, most: float) -> bool:
     return True
 
 
-def check_against_its_own_full(fused: Any, most: float = 0.0) -> None:
+def check_against_full(fused: Any, most: float = 0.0) -> None:
     """Ratio 1.0 gives the tokens of this vLLM's own full prefill, or ties (:func:`near_ties`); ratio 0.2 does not."""
     from vllm import SamplingParams
 

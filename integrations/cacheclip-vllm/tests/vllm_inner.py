@@ -48,12 +48,8 @@ class Inner:
         paths = [("/v1/chat/completions", self._chat), ("/v1/completions", self._completion)]
         paths += [("/v1/responses", self._response), ("/v1/messages", self._message)]
         others = ["/tokenize", "/reset_prefix_cache", "/health", "/metrics", "/v1/models"]
-        self.app = Starlette(
-            routes=[
-                *(Route(path, handle, methods=["POST"]) for path, handle in paths),
-                *(Route(path, self._other, methods=["GET", "POST"]) for path in others),
-            ]
-        )
+        routes = [Route(path, handle, methods=["POST"]) for path, handle in paths]
+        self.app = Starlette(routes=routes + [Route(path, self._other, methods=["GET", "POST"]) for path in others])
 
     @property
     def last(self) -> dict[str, Any]:
@@ -103,31 +99,21 @@ class Inner:
             ready = max(known, default=0) // 16 * 16
             self.held.append(body["prompt"])
         cached = ready if self.cached is None else self.cached
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": 4,
-            "total_tokens": prompt + 4,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        usage = {"prompt_tokens": prompt, "completion_tokens": 4, "total_tokens": prompt + 4}
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         head = {"id": "x-1", "created": 7, "model": "tiny"}
         metrics = {"time_to_first_token_ms": 5.0}
         if body.get("stream"):
-            return StreamingResponse(
-                self._events(body, {**head, "object": f"{kind}.chunk"}, usage, metrics), 200, None, "text/event-stream"
-            )
+            events = self._events(body, {**head, "object": f"{kind}.chunk"}, usage, metrics)
+            return StreamingResponse(events, 200, None, "text/event-stream")
         said: dict[str, Any] = {"text": "".join(words)}
         if kind != "text_completion":
             said = {"message": {"role": "assistant", "content": "".join(words), "tool_calls": []}}
         ids = {"token_ids": [len(word) for word in words]} if body.get("return_token_ids") else {}
-        found = {
-            **head,
-            "object": kind,
-            "choices": [{"index": 0, **said, "finish_reason": finish, **ids}],
-            "usage": usage,
-            "kv_transfer_params": {"cacheclip": self.told, "other": 1} if plan else None,
-            "metrics": metrics,
-        }
-        return JSONResponse(found)
+        told = {"cacheclip": self.told, "other": 1} if plan else None
+        choices = [{"index": 0, **said, "finish_reason": finish, **ids}]
+        counted = {"usage": usage, "kv_transfer_params": told, "metrics": metrics}
+        return JSONResponse({**head, "object": kind, "choices": choices, **counted})
 
     async def _events(
         self, body: dict[str, Any], head: dict[str, Any], usage: dict[str, Any], metrics: dict[str, Any]
@@ -144,9 +130,8 @@ class Inner:
         for number, piece in enumerate(self.calls):
             reason = "tool_calls" if number == len(self.calls) - 1 else None
             yield event({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}, "finish_reason": reason}]})
-        if (body.get("stream_options") or {}).get("include_usage") or head["object"].startswith(
-            ("message", "response")
-        ):
+        counts = head["object"].startswith(("message", "response"))
+        if counts or (body.get("stream_options") or {}).get("include_usage"):
             yield event({"choices": [], "usage": usage, "metrics": metrics, "system_fingerprint": "f"})
         yield b"data: [DONE]\n\n"
 

@@ -65,16 +65,11 @@ class Worker:
         made["engine"].prefixes.clear()
         prefilled = made["engine"].prefill(rag_prompt(CHUNKS), method=METHODS[method])
         runtime = made["runtime"]
-        self.cache, self.ids, self.heads = (
-            prefilled.cache,
-            prefilled.layout.ids,
-            local_heads(runtime.num_kv_heads, rank, size),
-        )
+        self.cache, self.ids = prefilled.cache, prefilled.layout.ids
+        self.heads = local_heads(runtime.num_kv_heads, rank, size)
         shape = (2, BLOCKS * BLOCK, self.heads.stop - self.heads.start, runtime.head_dim)
-        self.layers = {
-            number: SimpleNamespace(impl=Writer(), kv_cache=torch.full(shape, float("nan")), written=[])
-            for number in range(runtime.num_layers)
-        }
+        caches = [torch.full(shape, float("nan")) for _ in range(runtime.num_layers)]
+        self.layers = {n: SimpleNamespace(impl=Writer(), kv_cache=kv, written=[]) for n, kv in enumerate(caches)}
         self.rows = Rows(self)
         group = SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=None)
         settings = Settings(made["store"])

@@ -17,15 +17,7 @@ from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import (
-    BaseNode,
-    NodeRelationship,
-    NodeWithScore,
-    QueryBundle,
-    RelatedNodeInfo,
-    TextNode,
-    TransformComponent,
-)
+from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, QueryBundle, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
@@ -125,21 +117,21 @@ class TestTransform:
     def nodes(self) -> list[BaseNode]:
         return [TextNode(text=f"Lamp number {n} was lit.", metadata={"page": n}) for n in range(3)]
 
-    async def test_nodes_go_through(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+    async def test_nodes_go_through(self, transform: CacheClipTransform, nodes: list[BaseNode]) -> None:
         before = [node.to_dict() for node in nodes]
         for after in (transform(nodes), await transform.acall(nodes)):
             assert [node.to_dict() for node in after] == before
         assert not list(transform([])) and not list(await transform.acall([]))
 
-    def test_unknown_arguments_are_the_pipelines(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+    def test_unknown_arguments_are_the_pipelines(self, transform: CacheClipTransform, nodes: list[BaseNode]) -> None:
         assert list(transform(nodes, show_progress=True, whatever=1)) == nodes
 
-    async def test_in_a_pipeline(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+    async def test_in_a_pipeline(self, transform: CacheClipTransform, nodes: list[BaseNode]) -> None:
         for pipeline in (IngestionPipeline(transformations=[transform]) for _ in range(2)):
             assert [node.id_ for node in pipeline.run(nodes=nodes)] == [node.id_ for node in nodes]
             assert [node.id_ for node in await pipeline.arun(nodes=nodes)] == [node.id_ for node in nodes]
 
-    def test_it_can_be_written_down_and_made_again(self, transform: TransformComponent) -> None:
+    def test_it_can_be_written_down_and_made_again(self, transform: CacheClipTransform) -> None:
         made = type(transform).from_dict(json.loads(json.dumps(transform.to_dict())))
         copied = pickle.loads(pickle.dumps(transform))
         for other in (made, copied, copy.deepcopy(transform)):

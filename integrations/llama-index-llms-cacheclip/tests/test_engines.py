@@ -38,9 +38,8 @@ class TestEngines:
         def engine(mode: str = "compact", streaming: bool = False) -> Any:
             make: Any = get_response_synthesizer if stock else CacheClipSynthesizer
             synthesizer = make(llm=llm, response_mode=mode, streaming=streaming)
-            return index.as_query_engine(
-                llm=llm, similarity_top_k=3, response_synthesizer=synthesizer, streaming=streaming
-            )
+            options: Any = {"response_synthesizer": synthesizer, "streaming": streaming}
+            return index.as_query_engine(llm=llm, similarity_top_k=3, **options)
 
         response = engine().query(question)
         (stats,) = response.metadata["cacheclip"]

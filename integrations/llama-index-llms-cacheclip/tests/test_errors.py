@@ -128,9 +128,8 @@ class TestPacking:
     def test_prompts_of_stock_components_fit(self, tiny_models: dict[str, str], mode: str, text: str) -> None:
         """Counted by the model's own tokenizer. By LlamaIndex's default one, they would not."""
         SentenceSplitter()  # makes LlamaIndex choose its default
-        llm = CacheClipLLM(
-            primary=tiny_models["llama"], auxiliary=None, method="full", context_window=1000, max_tokens=8
-        )
+        models: Any = {"primary": tiny_models["llama"], "auxiliary": None}
+        llm = CacheClipLLM(**models, method="full", context_window=1000, max_tokens=8)
         parts = [f"{n}: {TEXTS[text] * 6}" for n in range(6)]
         # of LlamaIndex's simple_summarize, texts come as a Python list, with more characters than it has counted
         make = CacheClipSynthesizer if mode == "simple_summarize" else get_response_synthesizer

@@ -30,10 +30,7 @@ from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary
 
 PROMPT = "Where did the keeper live?"
-MESSAGES = [
-    ChatMessage(role=MessageRole.SYSTEM, content="Answer in one word."),
-    ChatMessage(role=MessageRole.USER, content=PROMPT),
-]
+MESSAGES = [ChatMessage(role="system", content="Answer in one word."), ChatMessage(role="user", content=PROMPT)]
 
 
 class Answers(BaseEventHandler):
@@ -74,9 +71,7 @@ def pipeline_for(llm: CacheClipLLM) -> IngestionPipeline:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_the_cache_skips_no_loss(
-    llm: CacheClipLLM, chunks: list[str], tmp_path: Path, asynchronous: bool
-) -> None:
+async def test_no_loss_is_skipped(llm: CacheClipLLM, chunks: list[str], tmp_path: Path, asynchronous: bool) -> None:
     """It knows the nodes, and nothing of their KV."""
     pipeline, document = pipeline_for(llm), Document(text="\n\n".join(chunks))
     encoded = fake_of(llm.engine).threads["encode"]

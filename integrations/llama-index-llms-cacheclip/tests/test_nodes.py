@@ -11,22 +11,14 @@ from typing import Any
 import pytest
 from adapter_cases import Questions
 from cacheclip_testing import SENTENCES, fake_of
-from llama_index.core import (
-    Document,
-    PromptTemplate,
-    Settings,
-    StorageContext,
-    VectorStoreIndex,
-    get_response_synthesizer,
-    load_index_from_storage,
-)
+from llama_index.core import PromptTemplate, Settings, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.response_synthesizers import BaseSynthesizer, get_response_synthesizer
+from llama_index.core.schema import Document, MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform

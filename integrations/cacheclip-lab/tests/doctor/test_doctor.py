@@ -78,11 +78,6 @@ class TestReading:
         log, began = RequestLog([tmp_path / "log"]), time.perf_counter()
         assert len([*log.prompts()]) == log.unreadable == 1 and time.perf_counter() - began < 2
 
-    def test_no_character_reaches_the_terminal(self, tmp_path: Path) -> None:
-        (tmp_path / "log").write_text(json.dumps({"prompt": "a\x1b[2J\x9b1m\tb\nc"}))
-        [found] = RequestLog([tmp_path / "log"]).prompts()
-        assert found.text == "a?[2J?1m\tb\nc"
-
     def test_what_holds_no_request_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "server.log").write_text("started\nstopped\n\n")
         with pytest.raises(ConfigurationError, match=r"got 2 lines without\. Record requests with"):
@@ -90,10 +85,13 @@ class TestReading:
         with pytest.raises(ConfigurationError, match="cannot read"):
             list(RequestLog([tmp_path / "none.log"]).prompts())
 
-    def test_half_a_character(self, tmp_path: Path) -> None:
-        (tmp_path / "log.jsonl").write_text('{"prompt": "half \\ud83d here"}\n')
-        [found] = RequestLog([tmp_path / "log.jsonl"]).prompts()
-        assert found.text == "half ? here"
+    @pytest.mark.parametrize(
+        ("prompt", "text"),
+        [(r'"half \ud83d here"', "half ? here"), (json.dumps("a\x1b[2J\x9b1m\tb\nc"), "a?[2J?1m\tb\nc")],
+    )
+    def test_characters_that_terminals_must_not_get(self, tmp_path: Path, prompt: str, text: str) -> None:
+        (tmp_path / "log.jsonl").write_text(f'{{"prompt": {prompt}}}\n')
+        assert [each.text for each in RequestLog([tmp_path / "log.jsonl"]).prompts()] == [text]
 
     def test_files_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
         for folder in ("a", "b"):
@@ -183,14 +181,10 @@ class TestVerdicts:
         assert "s of prefill less a request" in found.verdict()
         assert "seconds" not in report(*CHECKED).verdict() and report(*CHECKED).seconds(1.0) is None
 
-    def test_a_line_of_which_more_than_a_word_changes(self) -> None:
+    def test_what_else_there_is(self) -> None:
         lines = [f"Rules.\nBuild {n * 7919 % 1000:03x} at {n * 613} of {n * 389}\n{text(0)}" for n in range(12)]
-        assert "take the line that begins with 'Build' out" in report(*lines).verdict()
-
-    def test_a_prefix_cache_is_enough(self) -> None:
+        assert "take the line that begins with 'Build' out" in report(*lines).verdict(), "more than a word changes"
         assert "You do not need us: an exact prefix cache" in report(*[text(0)] * 20).verdict()
-
-    def test_nothing_recurs(self) -> None:
         assert "The rest is new (100%)" in report(*map(text, range(5))).verdict()
 
     def test_what_this_package_is_for(self) -> None:
@@ -272,48 +266,53 @@ def running(server: ThreadingHTTPServer) -> Iterator[int]:
         thread.join()
 
 
+@contextmanager
+def answered(port: int, path: str, body: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    client.request("POST", path, body, headers)
+    yield client.getresponse()
+    client.close()
+
+
+@pytest.fixture
+def behind() -> Iterator[int]:
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)) as port:
+        yield port
+
+
 class TestProxy:
-    def test_it_passes_on_and_records(self, tmp_path: Path) -> None:
+    def test_it_passes_on_and_records(self, tmp_path: Path, behind: int) -> None:
         file, body = tmp_path / "requests.jsonl", json.dumps(BODIES["chat"])
         _Upstream.may_end.clear()
         with (
-            running(ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)) as behind,
             running(proxy(file, f"http://127.0.0.1:{behind}/api", behind)) as port,
+            answered(port, "/v1/chat/completions", body, Authorization="Bearer secret") as answer,
         ):
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            client.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer secret"})
-            answer = client.getresponse()
             assert answer.getheader("X-Seen") == "/api/v1/chat/completions Bearer secret"
             assert answer.read1(100) == body[:4].encode()  # before the server has ended
             _Upstream.may_end.set()
             assert answer.read() == b"end"
-            client.close()
         assert [each.text for each in RequestLog([file]).prompts()] == ["<|system|>\nRules.\n<|user|>\nWhy?\n"]
         assert "secret" not in file.read_text() and stat.S_IMODE(file.stat().st_mode) == 0o600
 
-    @pytest.mark.parametrize("fails", ["embeddings", "no folder"])
-    def test_what_is_not_recorded_is_passed_on(self, tmp_path: Path, fails: str) -> None:
+    @pytest.mark.parametrize(("fails", "path"), [("embeddings", "/v1/embeddings"), ("no folder", "/v1/messages")])
+    def test_what_is_not_recorded_is_passed_on(self, tmp_path: Path, behind: int, fails: str, path: str) -> None:
         (tmp_path / "folder").mkdir()
         file = tmp_path / "folder" / "requests.jsonl"
         _Upstream.may_end.set()
-        with (
-            running(ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)) as behind,
-            running(proxy(file, f"http://127.0.0.1:{behind}", 0)) as port,
-        ):
+        with running(proxy(file, f"http://127.0.0.1:{behind}", 0)) as port:
             if fails == "no folder":
                 file.unlink(), file.parent.rmdir()
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            client.request("POST", "/v1/embeddings" if fails == "embeddings" else "/v1/messages", '{"input": ["a"]}')
-            assert client.getresponse().read() == b'{"inend'
-            client.close()
+            with answered(port, path, '{"input": ["a"]}') as answer:
+                assert answer.read() == b'{"inend'
         assert not file.exists() or not file.read_text()
 
     def test_a_server_that_is_not_there(self, tmp_path: Path) -> None:
-        with running(proxy(tmp_path / "requests.jsonl", "http://127.0.0.1:9", 0)) as port:
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            client.request("POST", "/v1/chat/completions", "{}")
-            assert client.getresponse().status == 502
-            client.close()
+        with (
+            running(proxy(tmp_path / "requests.jsonl", "http://127.0.0.1:9", 0)) as port,
+            answered(port, "/v1/chat/completions", "{}") as answer,
+        ):
+            assert answer.status == 502
 
 
 def test_a_page_of_nothing_but_new_text() -> None:

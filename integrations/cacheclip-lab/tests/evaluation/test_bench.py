@@ -66,11 +66,8 @@ def test_figures_of_several_runs() -> None:
     found = module._summaries(
         {
             "full": [run(8.0, 10), run(3.0, 30), run(4.0, 20)],
-            "epic": [
-                run(0.5, 7, read=0.1, recompute=0.2),
-                run(1.0, 9, second_s=0.2, read=0.4, recompute=0.3),
-                run(9.0, 8, 160, read=0.3, recompute=8.0),
-            ],
+            "epic": [run(0.5, 7, read=0.1, recompute=0.2), run(1.0, 9, second_s=0.2, read=0.4, recompute=0.3)]
+            + [run(9.0, 8, 160, read=0.3, recompute=8.0)],
         }
     )
     assert found["full"]["ttft_s"] == {"median": 4.0, "min": 3.0, "max": 8.0}

@@ -24,36 +24,17 @@ from cacheclip_rag.measuring import Identity
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import register_runtime
 
-GATE = (
-    GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),
-    GateFigures(0.1, 1.0, 0.3, 0.1, "faithful"),
-    GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
-)
+GATES = ((0.0, 0.95, 0.2, 0.0, "faithful"), (0.1, 1.0, 0.3, 0.1, "faithful"), (1.0, 1.0, 1.2, 1.0, "exact"))
+GATE = tuple(GateFigures(*each) for each in GATES)
 LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
-PROMISE = Guarantee(
-    0.1,
-    0.95,
-    100,
-    (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6)),
-    (900, 1200),
-    (5, 5),
-    (2, 32),
-)
+PROMISED = (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6))
+PROMISE = Guarantee(0.1, 0.95, 100, PROMISED, (900, 1200), (5, 5), (2, 32))
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
-TURN = TurnFigures(
-    turn=1,
-    prompt_tokens=900.0,
-    continued_tokens=0.0,
-    computed_tokens=200.0,
-    first_token_kl=SPREAD,
-    answer_kl=SPREAD,
-    agreement=0.9,
-    needle_accuracy=1.0,
-    needle_accuracy_of_full=1.0,
-    verdict="not faithful",
-)
+COUNTS = {"turn": 1, "prompt_tokens": 900.0, "continued_tokens": 0.0, "computed_tokens": 200.0}
+FOUND = {"agreement": 0.9, "needle_accuracy": 1.0, "needle_accuracy_of_full": 1.0, "verdict": "not faithful"}
+TURN = TurnFigures(**COUNTS, **FOUND, first_token_kl=SPREAD, answer_kl=SPREAD)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -67,25 +48,11 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Identity:
 def certificate_for(identity: Identity, **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
     gates = {0.1: LOW_GATE, 0.2: GATE}
-    rows = [
-        RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
-    ]
-    made = Certificate(
-        primary="p",
-        auxiliary="a",
-        identity=identity,
-        verdict="faithful",
-        ratio=0.2,
-        exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
-        needle_accuracy_of_full=1.0,
-        ratios=rows,
-        thresholds=dict(THRESHOLDS),
-        prompts=24,
-        quick=False,
-        seconds=1.0,
-        created="2026-01-01T00:00:00+00:00",
-    )
-    return replace(made, **changes)
+    rows = [RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, v, gate=gates.get(r, ())) for r, v in verdicts.items()]
+    fields: dict[str, Any] = {"primary": "p", "auxiliary": "a", "identity": identity, "verdict": "faithful"}
+    fields |= {"ratio": 0.2, "exactness": {"passed": True, "checks": {"greedy": {"figure": 1.0}}}, "ratios": rows}
+    fields |= {"needle_accuracy_of_full": 1.0, "thresholds": dict(THRESHOLDS), "prompts": 24, "quick": False}
+    return Certificate(**{**fields, "seconds": 1.0, "created": "2026-01-01T00:00:00+00:00", **changes})
 
 
 def test_engines_read_what_was_written(identity: Identity) -> None:
@@ -114,15 +81,12 @@ def test_a_promise_stays(identity: Identity, guarantee: Guarantee) -> None:
 
 class TestSaving:
     def test_quick_does_not_replace_thorough(self, identity: Identity) -> None:
-        made = certificate_for(identity)
-        path = made.save()
-        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
-        assert saved_certificate(identity) == made
-
-    def test_thorough_replaces_quick(self, identity: Identity) -> None:
+        """Thorough replaces quick."""
         made = certificate_for(identity)
         replace(made, quick=True, ratios=[replace(made.ratios[0], ratio=0.75)]).save()
-        made.save()
+        path = made.save()
+        assert saved_certificate(identity) == made
+        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
         assert saved_certificate(identity) == made
 
     def test_ratios_come_together(self, identity: Identity) -> None:

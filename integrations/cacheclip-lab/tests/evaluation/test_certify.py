@@ -176,11 +176,8 @@ class TestCertify:
         full |= {"answer": "same"}
         sure = {"confidence": 0.9, "later_confidence": 0.9, "confidence_to_difference": None}
         unsure = {"answer": "other", **sure, "confidence": sure_of}
-        lines = [
-            {**item, "id": f"{number}"}
-            for number in range(60)
-            for item in (full, {**own, "answer": "same", **(unsure if number < differing else sure)})
-        ]
+        owns = [{**own, "answer": "same", **(unsure if number < differing else sure)} for number in range(60)]
+        lines = [{**item, "id": f"{number}"} for number, each in enumerate(owns) for item in (full, each)]
         items.write_text("".join(json.dumps(line) + "\n" for line in lines))
         certificate = certify(config, quick=True, max_differ=0.1, answers=items.parent)
         assert certificate.guarantee and certificate.guarantee.n == 60

@@ -88,36 +88,33 @@ def slow_answer(runtime: Any, prefilled: Any, count: int) -> tuple[list[int], li
     return ids, torch.stack(rows).double().tolist()
 
 
-class TestReference:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("method", ["direct", "cacheclip"])
-    def test_follow(self, engine: CacheClipEngine, method: str) -> None:
-        engine.precompute(CHUNKS)
-        runtime: Any = engine.primary
-        right = [[5, 9, 3], [7, 2]]
+@pytest.mark.some(2)
+@pytest.mark.parametrize("method", ["direct", "cacheclip"])
+def test_follow(engine: CacheClipEngine, method: str) -> None:
+    engine.precompute(CHUNKS)
+    runtime: Any = engine.primary
+    right = [[5, 9, 3], [7, 2]]
 
-        def prefilled(name: str) -> Any:
-            engine.prefixes.clear()
-            return engine.prefill(rag_prompt(CHUNKS), method=preset(name))
+    def prefilled(name: str) -> Any:
+        engine.prefixes.clear()
+        return engine.prefill(rag_prompt(CHUNKS), method=preset(name))
 
-        reference = Reference.of(engine, prefilled("full"), 8)
-        ids, rows = slow_answer(runtime, prefilled("full"), 8)
-        found = reference.follow(prefilled(method), gold_ids=right)
-        own, own_rows = slow_answer(runtime, prefilled(method), 8)
-        along = slow_rows(runtime, prefilled(method), ids)
-        assert reference.ids == ids and own != ids and len(ids) > 3
-        check(found.fidelity, slow(rows, along))
-        assert abs(found.fidelity.answer_kl - slow(along, rows).answer_kl) > 0.01, "the direction matters"
-        assert found.answer == runtime.decode_ids(own)
-        assert found.differs_at == next(n for n in range(len(ids)) if own[n] != ids[n])
-        sure = [sorted(torch.tensor(row).softmax(-1).tolist())[-2:] for row in own_rows]
-        assert found.confidences == pytest.approx([first - second for second, first in sure], abs=1e-4)
-        logs = [torch.tensor(slow_rows(runtime, prefilled(method), each)).log_softmax(-1) for each in right]
-        means = [
-            statistics.fmean(float(row[t]) for row, t in zip(log, each, strict=True))
-            for log, each in zip(logs, right, strict=True)
-        ]
-        assert found.gold_logprob == pytest.approx(statistics.fmean(means), abs=1e-3)
+    reference = Reference.of(engine, prefilled("full"), 8)
+    ids, rows = slow_answer(runtime, prefilled("full"), 8)
+    found = reference.follow(prefilled(method), gold_ids=right)
+    own, own_rows = slow_answer(runtime, prefilled(method), 8)
+    along = slow_rows(runtime, prefilled(method), ids)
+    assert reference.ids == ids and own != ids and len(ids) > 3
+    check(found.fidelity, slow(rows, along))
+    assert abs(found.fidelity.answer_kl - slow(along, rows).answer_kl) > 0.01, "the direction matters"
+    assert found.answer == runtime.decode_ids(own)
+    assert found.differs_at == next(n for n in range(len(ids)) if own[n] != ids[n])
+    sure = [sorted(torch.tensor(row).softmax(-1).tolist())[-2:] for row in own_rows]
+    assert found.confidences == pytest.approx([first - second for second, first in sure], abs=1e-4)
+    logs = [torch.tensor(slow_rows(runtime, prefilled(method), each)).log_softmax(-1) for each in right]
+    pairs = [zip(log, each, strict=True) for log, each in zip(logs, right, strict=True)]
+    means = [statistics.fmean(float(row[t]) for row, t in each) for each in pairs]
+    assert found.gold_logprob == pytest.approx(statistics.fmean(means), abs=1e-3)
 
 
 def outcome(kl: float = 0.0, along: float = 0.0, agreement: float = 1.0, **given: Any) -> PromptOutcome:
@@ -259,23 +256,15 @@ class TestItems:
     def test_a_line(self, engine: CacheClipEngine, fallback: str | None, exact: int, sure: float | None) -> None:
         """``confidence`` is None where nothing was recomputed that could be wrong."""
         told = stats("epic", ttft_s=0.125, fallback=fallback, exact_tokens=exact, confidence=0.75, charged_ratio=0.3)
-        distance = ReferenceComparison(
-            Fidelity(0.1, 0.2, 0.4, False), "at noon", -1.5, (0.9, 0.6, 0.3, 0.1, 0.2), differs_at=2
-        )
+        told_kl = Fidelity(0.1, 0.2, 0.4, False)
+        distance = ReferenceComparison(told_kl, "at noon", -1.5, (0.9, 0.6, 0.3, 0.1, 0.2), differs_at=2)
         prefilled: Any = SimpleNamespace(stats=replace(told, phases_s={"read": 0.0625}))
         for answer, equal in (("at noon", 1.0), ("at dusk", 0.0)):
             reference: Any = SimpleNamespace(follow=lambda *_, **__: distance, answer=answer)
-            found = answering.item_of(
-                self.asked(engine), "mine", answering.followed(reference, prefilled, [[1]]), "a machine"
-            )
-            assert found.fidelity == {
-                "first_token_kl": 0.1,
-                "answer_kl": 0.2,
-                "agreement": 0.4,
-                "first_token_agreement": 0.0,
-                "equal_answer": equal,
-                "gold_logprob": -1.5,
-            }
+            followed = answering.followed(reference, prefilled, [[1]])
+            found = answering.item_of(self.asked(engine), "mine", followed, "a machine")
+            figures = {"first_token_kl": 0.1, "answer_kl": 0.2, "agreement": 0.4, "first_token_agreement": 0.0}
+            assert found.fidelity == {**figures, "equal_answer": equal, "gold_logprob": -1.5}
         assert (found.id, found.label, found.answer, found.measured_on) == ("a", "mine", "at noon", "a machine")
         ratios = (found.nominal_ratio, found.effective_ratio, found.charged_ratio, found.effective_ratio_of_stale)
         assert ratios == (0.2, 150 / 850, 0.3, 150 / (850 - exact) if exact < 850 else 1.0)

@@ -352,9 +352,7 @@ class TestResume:
         assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
         assert comparison.settings["date"] == "28 Feb 2031"
 
-    def test_other_machines_are_told(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_machines_told(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "run"
         first = notes(summarise(lab(config, folder, RECORDS[:1], ["direct"]).run()))[0]
         assert first.startswith("Measured on ") and f", {torch.get_num_threads()} threads, transformers " in first

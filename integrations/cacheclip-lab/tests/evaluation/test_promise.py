@@ -40,10 +40,8 @@ def test_the_fewest_questions_that_can_show_a_promise(ratios: int, count: int, i
 def test_the_gate_is_the_cheapest_that_the_test_allows() -> None:
     # 100 questions; 7 of those below 0.3 differ. At most 4 of 100 show "at most 10 %" with 95 % confidence.
     confidences = [0.02] * 3 + [0.22] * 4 + [0.9] * 93
-    pairs = [
-        (item(number, "other" if number < 7 else "same", confidence), item(number, "same", None))
-        for number, confidence in enumerate(confidences)
-    ]
+    own = [item(n, "other" if n < 7 else "same", confidence) for n, confidence in enumerate(confidences)]
+    pairs = [(each, item(n, "same", None)) for n, each in enumerate(own)]
     promise = promise_of({"clip": pairs}, 0.1)
     assert promise and (promise.min_confidence, promise.wrong) == (0.2, 4)
     assert promise.cost == pytest.approx(0.2 + 0.03)

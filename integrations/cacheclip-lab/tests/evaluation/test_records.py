@@ -56,13 +56,10 @@ def test_limit_counts_usable_records(tmp_path: Path) -> None:
     assert found.skipped == (SkippedRecord("line 1", "no answers"),)
 
 
-def test_answers_in_lists_of_lists_are_joined(tmp_path: Path) -> None:
-    found = read_records(write(tmp_path, line(answers=[["Ozalj", " "], ["Ozalj town"]])))
-    assert found.records[0].answers == ("Ozalj", "Ozalj town")
-
-
-def test_meta_and_title_may_be_absent(tmp_path: Path) -> None:
-    [record] = read_records(write(tmp_path, line(meta=None, chunks=[{"title": None, "text": "Built."}]))).records
+def test_answers_in_lists_of_lists_are_joined_and_meta_and_title_may_be_absent(tmp_path: Path) -> None:
+    odd = line(answers=[["Ozalj", " "], ["Ozalj town"]], meta=None, chunks=[{"title": None, "text": "Built."}])
+    [record] = read_records(write(tmp_path, odd)).records
+    assert record.answers == ("Ozalj", "Ozalj town")
     assert record.meta == {} and record.chunks == (RecordChunk("", "Built."),)
 
 

@@ -108,10 +108,8 @@ class TestSummary:
     def test_gold_scores_are_judged_in_pairs(self) -> None:
         def row(lost: int, won: int, same: int) -> dict[str, Any]:
             """Of a method that loses and wins so many questions against full prefill."""
-            scores = {
-                "full": [1.0] * lost + [0.0] * won + [0.5] * same,
-                "direct": [0.0] * lost + [1.0] * won + [0.5] * same,
-            }
+            pairs = {"full": (1.0, 0.0), "direct": (0.0, 1.0)}
+            scores = {name: [a] * lost + [b] * won + [0.5] * same for name, (a, b) in pairs.items()}
             items = []
             for label, all_f1 in scores.items():
                 for number, f1 in enumerate(all_f1):

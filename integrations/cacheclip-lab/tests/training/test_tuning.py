@@ -35,13 +35,12 @@ class TestFitted:
         assert heads.sinks == SINKS and list(heads.heads) == sorted(heads.heads)
 
 
-class TestLoss:
-    def test_by_hand(self) -> None:
-        scores, evidence = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([False, True, True])
-        target = torch.tensor([0.5, 0.5, 0.0])
-        likelihood, divergence = math.log(2), 0.5 * math.log(2)
-        found = loss_of(scores, evidence, target)
-        assert float(found) == pytest.approx(0.25 * likelihood + 0.75 * divergence)
+def test_by_hand() -> None:
+    scores, evidence = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([False, True, True])
+    target = torch.tensor([0.5, 0.5, 0.0])
+    likelihood, divergence = math.log(2), 0.5 * math.log(2)
+    found = loss_of(scores, evidence, target)
+    assert float(found) == pytest.approx(0.25 * likelihood + 0.75 * divergence)
 
 
 def test_numbers_are_spread_evenly() -> None:
@@ -49,21 +48,16 @@ def test_numbers_are_spread_evenly() -> None:
 
 
 class TestTargets:
-    def test_short_samples_are_asked_about_too(self, tiny_models: dict[str, str]) -> None:
+    def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
+        """Short samples are asked about too."""
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
         chunks = ("The lamp of the harbour is red.", "It was lit.")
-        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),))
-        found = attended_and_stale(engine, sample)
-        assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
-        assert not engine.is_stored(chunks[0])
-
-    def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
-        engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
-        for sample in synthetic_samples(2, chunk_words=25):
+        short = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),))
+        for sample in (short, *synthetic_samples(2, chunk_words=25)):
             target = attended_and_stale(engine, sample)
             assert target is not None and float(target.sum()) == pytest.approx(1.0, abs=1e-5)
             assert len(target) == sum(map(len, map(engine.parts.models.auxiliary_caches.tokenize, sample.chunks)))
-            assert bool((target >= 0).all())
+            assert bool((target >= 0).all()) and not engine.is_stored(sample.chunks[0])
 
     def test_mass_is_handed_over_by_characters(self) -> None:
         source, target = [(0, 4), (4, 6), (6, 10)], [(0, 2), (2, 6), (6, 6), (7, 10)]

@@ -144,10 +144,8 @@ class TestShadow:
         plain = setting.expected(PROMPTS, "full")
         given = setting.expected(PROMPTS, "direct")
         assert [tuple(each.outputs[0].token_ids) for each in found] == given, "comparing changes no answer"
-        equal = [
-            next((n for n, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
-            for a, b in zip(given, plain, strict=True)
-        ]
+        pairs = [[*zip(a, b, strict=True)] for a, b in zip(given, plain, strict=True)]
+        equal = [next((n for n, (a, b) in enumerate(each) if a != b), len(each)) for each in pairs]
         assert min(equal) < 16
         checks, agreement, other_first, skipped = self.counted(fused)
         assert (checks, skipped) == (4, 0) and agreement == pytest.approx(sum(equal) / 16)

@@ -122,16 +122,15 @@ class TestEngines:
             check(made)
 
 
-class TestAnswers:
-    def test_from_a_store_that_vllm_filled(self, setting: Setting, tmp_path: Path) -> None:
-        with encoding(setting, tmp_path) as made:
-            made.engine(tmp_path / "store").precompute(CHUNKS)
-            fused = FusedLLM(made.fused.llm, setting.planner(store=str(tmp_path / "store")))
-            for method in ("cacheclip", "direct", CORRECTED):
-                found = outputs(fused, PROMPTS, method)
-                assert outcomes(found) == ["fused"] * 4 and not fused.plain
-                expected = setting.expected(PROMPTS, method)
-                assert [tuple(each.outputs[0].token_ids) for each in found] == expected
+def test_from_a_store_that_vllm_filled(setting: Setting, tmp_path: Path) -> None:
+    with encoding(setting, tmp_path) as made:
+        made.engine(tmp_path / "store").precompute(CHUNKS)
+        fused = FusedLLM(made.fused.llm, setting.planner(store=str(tmp_path / "store")))
+        for method in ("cacheclip", "direct", CORRECTED):
+            found = outputs(fused, PROMPTS, method)
+            assert outcomes(found) == ["fused"] * 4 and not fused.plain
+            expected = setting.expected(PROMPTS, method)
+            assert [tuple(each.outputs[0].token_ids) for each in found] == expected
 
 
 class LetterEmbedder(Embedder):
@@ -190,28 +189,27 @@ class TestRefused:
             pass
 
 
-class TestCommand:
-    @pytest.mark.usefixtures("paragraphs")
-    def test_ingest(self, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+@pytest.mark.usefixtures("paragraphs")
+def test_ingest(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-        from cacheclip_rag.cli import main
+    from cacheclip_rag.cli import main
 
-        monkeypatch.setattr("cacheclip_ingest.embedding.Embedder", LetterEmbedder)
-        (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
-        given = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "store")]
-        given += ["--primary", setting.model, "--auxiliary", setting.options["auxiliary"], "--json"]
-        (tmp_path / "vllm.toml").write_text("[vllm]\nmax_model_len = 1024\nblock_size = 32\nmax_num_seqs = 16")
-        given += ["--backend", "vllm", "--settings", str(tmp_path / "vllm.toml")]
-        monkeypatch.setattr("sys.argv", ["cacheclip", *given])
-        try:
-            with pytest.raises(SystemExit) as stopped:
-                main()
-        finally:
-            ensure_kv_transfer_shutdown()
-            cleanup_dist_env_and_memory()
-        out = capsys.readouterr().out
-        assert not stopped.value.code, out
-        found = json.loads(out.splitlines()[-1])
-        assert found["computed"] == found["chunks"] > 0 and found["failed"] == []
+    monkeypatch.setattr("cacheclip_ingest.embedding.Embedder", LetterEmbedder)
+    (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
+    given = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "store")]
+    given += ["--primary", setting.model, "--auxiliary", setting.options["auxiliary"], "--json"]
+    (tmp_path / "vllm.toml").write_text("[vllm]\nmax_model_len = 1024\nblock_size = 32\nmax_num_seqs = 16")
+    given += ["--backend", "vllm", "--settings", str(tmp_path / "vllm.toml")]
+    monkeypatch.setattr("sys.argv", ["cacheclip", *given])
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    finally:
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+    out = capsys.readouterr().out
+    assert not stopped.value.code, out
+    found = json.loads(out.splitlines()[-1])
+    assert found["computed"] == found["chunks"] > 0 and found["failed"] == []

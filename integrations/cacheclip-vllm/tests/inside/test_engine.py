@@ -341,9 +341,8 @@ class TestMethodsThatCannot:
     def test_one_that_reads_kv_is_refused(self, fused: FusedLLM, plain: Any) -> None:
         found = outputs(fused, PROMPTS[:2], "query_attention")
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain[:2]
-        assert (
-            outcomes(found) == ["none"] * 2 and "primary's KV" in next(iter(fused.plain)) and fused.plain.total() == 2
-        )
+        assert outcomes(found) == ["none"] * 2 and fused.plain.total() == 2
+        assert "primary's KV" in next(iter(fused.plain))
 
     def test_nothing_stored(self, fused: FusedLLM, setting: Setting) -> None:
         asked = ["Nothing of this is stored. What is it?"]

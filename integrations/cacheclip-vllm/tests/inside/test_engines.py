@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import (
-    CHUNKS,
-    CORRECTED,
-    PROMPTS,
-    Setting,
-    ask,
-    check_against_its_own_full,
-    outcomes,
-    outputs,
-    started,
-)
+from vllm_engines import CHUNKS, CORRECTED, PROMPTS, Setting, ask, check_against_full, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]
 
@@ -169,7 +159,7 @@ def test_a_rounded_cache(settings: Any, dtype: str) -> None:
     """
     setting = settings()
     with started(setting, kv_cache_dtype=dtype) as fused:
-        check_against_its_own_full(fused, 0.05)
+        check_against_full(fused, 0.05)
 
 
 def test_drafts_by_ngram(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,4 +177,4 @@ def test_bfloat16(settings: Any) -> None:
     setting = replace(setting, options={**setting.options, "dtype": "bfloat16"})
     setting.engine.precompute(CHUNKS)
     with started(setting, dtype="bfloat16") as fused:
-        check_against_its_own_full(fused, 0.1)
+        check_against_full(fused, 0.1)

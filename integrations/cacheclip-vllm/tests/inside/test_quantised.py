@@ -11,7 +11,7 @@ import torch
 from cacheclip_testing import build_model
 from cacheclip_vllm.offline import FusedLLM
 from safetensors.torch import load_file, save_file
-from vllm_engines import CHUNKS, MODELS, PROMPTS, Setting, check_against_its_own_full, encoding, outcomes, sampling
+from vllm_engines import CHUNKS, MODELS, PROMPTS, Setting, check_against_full, encoding, outcomes, sampling
 
 from cacheclip_rag import CacheClipEngine, UnsupportedModelError
 
@@ -68,7 +68,7 @@ def test_eight_bits(settings: Any, tmp_path: Path) -> None:
     with encoding(setting, tmp_path, dtype="bfloat16") as made:
         assert made.engine(Path(setting.store)).precompute(CHUNKS) == len(CHUNKS)
         fused = FusedLLM(made.fused.llm, setting.planner())
-        check_against_its_own_full(fused, 0.1)
+        check_against_full(fused, 0.1)
 
         other = FusedLLM(made.fused.llm, setting.planner(store=unquantised["store"]))
         planned = other.planner.plan(PROMPTS[0])

@@ -35,12 +35,8 @@ FLAGS = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--seed", "0"),
     *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
-WORDS = {
-    "type": "object",
-    "properties": {"words": {"type": "string", "enum": ["north", "south"]}},
-    "required": ["words"],
-    "additionalProperties": False,
-}
+NORTH_OR_SOUTH = {"words": {"type": "string", "enum": ["north", "south"]}}
+WORDS = {"type": "object", "properties": NORTH_OR_SOUTH, "required": ["words"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": WORDS}}
 
 
@@ -219,9 +215,8 @@ class TestEqualAnswers:
         options = {"stream_options": {"include_usage": True}} if usage else {}
         chunks = list(served.chat(PROMPTS[2], stream=True, **options))
         (expected,) = setting.expected([PROMPTS[2]], "cacheclip")
-        ids = [
-            token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "token_ids", None) or ()
-        ]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        ids = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
         assert tuple(ids) == expected and len(chunks) > 5
         own = chunks[-1].cacheclip
         assert own["outcome"] in ("fused", "cached") and own["generated_tokens"] == TOKENS and own["ttft_s"] > 0

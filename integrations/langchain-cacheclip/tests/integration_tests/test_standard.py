@@ -73,10 +73,7 @@ class TestChatCacheClip(ChatModelIntegrationTests):
 
     @property
     def supported_usage_metadata_details(self) -> Any:
-        return {
-            "invoke": ["cache_read_input", "cache_creation_input"],
-            "stream": ["cache_read_input", "cache_creation_input"],
-        }
+        return dict.fromkeys(("invoke", "stream"), ["cache_read_input", "cache_creation_input"])
 
     def _ask(self, stream: bool, **options: Any) -> AIMessage:
         model = ChatCacheClip(**self.chat_model_params)
@@ -109,9 +106,8 @@ class TestChatCacheClip(ChatModelIntegrationTests):
 class TestCacheClipVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, tiny_models: dict[str, str], tmp_path: Path) -> Iterator[VectorStore]:
-        llm = ChatCacheClip(
-            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store")
-        )
+        models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+        llm = ChatCacheClip(**models, store=str(tmp_path / "store"))
         store = CacheClipVectorStore(InMemoryVectorStore(self.get_embeddings()), llm)
         yield store
         assert isinstance(store.store, InMemoryVectorStore)

@@ -11,6 +11,10 @@ from cacheclip_testing import fake_models
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 
 
+async def asked(model: Any) -> None:
+    await model.ainvoke("What?")
+
+
 async def streamed(model: Any) -> None:
     async for _ in model.astream("What?"):
         pass
@@ -18,11 +22,7 @@ async def streamed(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ask"),
-    [
-        (ChatCacheClip, lambda model: model.ainvoke("What?")),
-        (ChatCacheClip, streamed),
-        (CacheClipLLM, lambda model: model.ainvoke("What?")),
-    ],
+    [(ChatCacheClip, asked), (ChatCacheClip, streamed), (CacheClipLLM, asked)],
     ids=["chat", "chat stream", "text"],
 )
 async def test_it_leaves_the_queue(kind: Any, ask: Callable[[Any], Awaitable[Any]]) -> None:

@@ -52,10 +52,8 @@ def documents(chunks: list[str]) -> list[Document]:
 
 
 def found(recorder: Recorder) -> list[tuple[int, int]]:
-    return [
-        (message.response_metadata["cacheclip"]["hits"], message.response_metadata["cacheclip"]["misses"])
-        for message in recorder.messages
-    ]
+    stats = [message.response_metadata["cacheclip"] for message in recorder.messages]
+    return [(each["hits"], each["misses"]) for each in stats]
 
 
 class TestStatisticsOfAChain:
@@ -124,10 +122,8 @@ class TestChain:
         llm = llm.model_copy(update={"method": "direct"})
         llm.engine.precompute(document.page_content for document in documents)
         inputs = {"input": question, "context": documents[:2]}
-        options: dict[str, Any] = {
-            "document_prompt": PromptTemplate.from_template("[{source}] {page_content}"),
-            "document_separator": "\n--\n",
-        }
+        page: Any = PromptTemplate.from_template("[{source}] {page_content}")
+        options: dict[str, Any] = {"document_prompt": page, "document_separator": "\n--\n"}
         ours = create_cacheclip_documents_chain(llm, RAG_PROMPT, **options)
         stock = create_stuff_documents_chain(llm, RAG_PROMPT, **options)
         recorder = Recorder()
@@ -239,15 +235,14 @@ class TestVectorStore:
             CacheClipVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8))
 
 
-class TestTransformer:
-    async def test_documents_come_back_unchanged(self, llm: ChatCacheClip, documents: list[Document]) -> None:
-        transformer = CacheClipDocumentTransformer(llm)
-        some = [documents[0], Document("  ")]
-        assert transformer.transform_documents(some) == some
-        assert await transformer.atransform_documents(documents[1:2]) == documents[1:2]
-        assert stored(llm, documents[:3]) == [True, True, False]
-        llm.engine.release(sources=["doc-1"])
-        assert stored(llm, documents[:3]) == [True, False, False]
+async def test_documents_come_back_unchanged(llm: ChatCacheClip, documents: list[Document]) -> None:
+    transformer = CacheClipDocumentTransformer(llm)
+    some = [documents[0], Document("  ")]
+    assert transformer.transform_documents(some) == some
+    assert await transformer.atransform_documents(documents[1:2]) == documents[1:2]
+    assert stored(llm, documents[:3]) == [True, True, False]
+    llm.engine.release(sources=["doc-1"])
+    assert stored(llm, documents[:3]) == [True, False, False]
 
 
 class TestCarriers:

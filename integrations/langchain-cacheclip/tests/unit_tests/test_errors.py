@@ -16,19 +16,18 @@ def chat(tmp_path: Any) -> ChatCacheClip:
     return ChatCacheClip(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
 
 
-class TestLangChain:
-    def test_chains(self, chat: ChatCacheClip) -> None:
-        chains = [
-            chat,
-            chat.with_fallbacks([chat]),
-            chat.with_retry(stop_after_attempt=2, wait_exponential_jitter=False),
-            RunnableParallel(one=chat, two=RunnableLambda(len)),
-            TextCacheClip.from_engine(chat.engine),
-        ]
-        for chain in chains:
-            for error in (*OURS, *OTHERS) if chain is chat else FEW:
-                fake_of(chat.engine).error = error
-                raised(error, lambda chain=chain: chain.invoke("How many?"))
-                raised(error, in_loop(lambda chain=chain: chain.ainvoke("How many?")))
-                raised(error, lambda chain=chain: [*chain.stream("How many?")])
-                raised(error, lambda chain=chain: chain.batch(["How many?"]))
+def test_chains(chat: ChatCacheClip) -> None:
+    chains = [
+        chat,
+        chat.with_fallbacks([chat]),
+        chat.with_retry(stop_after_attempt=2, wait_exponential_jitter=False),
+        RunnableParallel(one=chat, two=RunnableLambda(len)),
+        TextCacheClip.from_engine(chat.engine),
+    ]
+    for chain in chains:
+        for error in (*OURS, *OTHERS) if chain is chat else FEW:
+            fake_of(chat.engine).error = error
+            raised(error, lambda chain=chain: chain.invoke("How many?"))
+            raised(error, in_loop(lambda chain=chain: chain.ainvoke("How many?")))
+            raised(error, lambda chain=chain: [*chain.stream("How many?")])
+            raised(error, lambda chain=chain: chain.batch(["How many?"]))
