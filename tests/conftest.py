@@ -1,7 +1,5 @@
 """Tiny models (:mod:`cacheclip_testing.tiny`), texts and engines that tests share."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

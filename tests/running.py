@@ -1,7 +1,5 @@
 """How the tests of this repository run, its core's and its guests': a plug-in of pytest that pyproject.toml names."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

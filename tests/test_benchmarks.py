@@ -1,7 +1,5 @@
 """The benchmarks run: on tiny models, whose figures mean nothing. ``test_peers.py`` has the largest of them."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess
@@ -96,9 +94,7 @@ def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_clients_whose_texts_do_not_recur(
-    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clients_whose_texts_do_not_recur(tiny_models: dict[str, str], monkeypatch: Any, capsys: Any) -> None:
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--dtype", "float32"]
     sizes = ["--tokens", "140", "--chunks", "2", "--max-tokens", "2", "--method", "anchored"]
     monkeypatch.setattr(sys, "argv", ["clients", *models, *sizes, "--new", "2"])

@@ -1,7 +1,5 @@
 """Options of one call: what is given by name, what the engine's settings fill in, what is refused."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from typing import Any, get_type_hints
@@ -65,9 +63,7 @@ def test_calls_show_their_keywords(name: str) -> None:
         ({"max_ttft_s": 2.0}, {"recompute_ratio": "auto", "max_ttft_s": 3.0}, "auto", 3.0),
     ],
 )
-def test_a_ratio_or_a_limit_takes_the_place_of_both(
-    own: dict[str, Any], given: dict[str, Any], ratio: Any, limit: Any
-) -> None:
+def test_a_ratio_or_a_limit_takes_the_place_of_both(own: Any, given: Any, ratio: Any, limit: Any) -> None:
     found = CallOptions(**own).with_options(given)
     assert (found.recompute_ratio, found.max_ttft_s) == (ratio, limit)
 
@@ -83,9 +79,7 @@ def test_a_ratio_or_a_limit_takes_the_place_of_both(
         ({"max_ttft_s": 3.0}, None, 3.0, True),
     ],
 )
-def test_the_engines_settings_fill_what_a_call_leaves_out(
-    given: dict[str, Any], ratio: Any, limit: Any, is_auto: bool
-) -> None:
+def test_the_engines_settings_fill_what_a_call_leaves_out(given: Any, ratio: Any, limit: Any, is_auto: bool) -> None:
     config = EngineConfig(recompute_ratio="auto", max_ttft_s=2.0, finish="verify")
     found = CallOptions(**given).with_settings(config)
     assert (found.recompute_ratio, found.max_ttft_s, found.auto_ratio) == (ratio, limit, is_auto)

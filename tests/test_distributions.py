@@ -1,7 +1,5 @@
 """The distributions of this repository have one version, know one another by it, and each can be built by itself."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

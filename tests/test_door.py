@@ -1,7 +1,5 @@
 """What a distribution takes from the core is told, whichever way it takes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

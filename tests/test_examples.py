@@ -1,7 +1,5 @@
 """Every example, run from its file: on tiny models and short texts, with real embeddings and FAISS."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

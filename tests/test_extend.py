@@ -1,7 +1,5 @@
 """The distribution that docs/pages/how-to/extend.md shows is installed as it stands there, proven and used."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Who imports whom: imports point downwards, in no circle, and the core runs without its guests."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

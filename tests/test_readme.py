@@ -1,7 +1,5 @@
 """README is short, its code runs as it stands there, and what the documentation says of the package is true."""
 
-from __future__ import annotations
-
 import ensurepip
 import os
 import re

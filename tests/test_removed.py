@@ -1,7 +1,5 @@
 """Names of earlier versions are refused with what to use instead."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

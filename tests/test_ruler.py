@@ -1,7 +1,5 @@
 """RULER's needle tasks against its specification: strings, needles, depths and lengths."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -182,9 +180,7 @@ class TestVariableTracking:
             assert " ".join(found) == solved["names"] and f"VAR {found[0]} = {solved['value']}" in solved["lines"]
 
 
-def test_the_command(
-    tiny_models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(tiny_models: dict[str, str], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """What it prints is a file for ``cacheclip eval --dataset``."""
     sizes = ["--length", "1200", "--limit", "2", "--chunk-tokens", "200", "--overlap-tokens", "10"]
     monkeypatch.setattr(sys, "argv", ["ruler", "--primary", tiny_models["llama"], *sizes])

@@ -1,7 +1,5 @@
 """No message, log, repr, output or dump shows a password or a key that stands in a URL or a setting."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """The program of each tutorial, run as it stands: on tiny models, with real embeddings."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -24,9 +22,7 @@ def program(page: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_it_runs(
-    page: Path, tiny_models: dict[str, str], minilm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_it_runs(page: Path, tiny_models: Any, minilm: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     code, roomy = program(page), build_model(tmp_path / "qwen2", of("qwen2"), context=8192)
     models = f'model="{roomy}", auxiliary="{tiny_models["auxiliary"]}", max_tokens=16'
     for named, instead in (

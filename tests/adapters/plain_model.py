@@ -1,7 +1,5 @@
 """The least that an adapter does: a model of the shared fields, and no framework."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cacheclip_rag import Answer

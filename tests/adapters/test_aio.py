@@ -1,7 +1,5 @@
 """The bridge from blocking iterators to asynchronous ones."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

@@ -1,7 +1,5 @@
 """Streams for frameworks, whose streams cannot withdraw text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The client of a server, and a model with ``base_url``, before a server that says what it is told."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

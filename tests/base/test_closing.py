@@ -1,7 +1,5 @@
 """What is closed can be closed by ``with``."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from importlib import import_module

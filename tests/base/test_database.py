@@ -1,7 +1,5 @@
 """A connection to a file that something else may have written: what SQLite does with it has bounds."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

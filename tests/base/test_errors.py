@@ -1,7 +1,5 @@
 """What messages quote of other libraries' errors."""
 
-from __future__ import annotations
-
 import pytest
 
 from cacheclip_rag.base.errors import first_line

@@ -1,7 +1,5 @@
 """Content addresses: any other input, any other key; the same input, the same key in every process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What long work says of itself, on a clock of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

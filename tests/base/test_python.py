@@ -1,7 +1,5 @@
 """No process that the package starts runs code of the current folder."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Chunk contexts: two names, and what earlier versions had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts, their entries and their sources, without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

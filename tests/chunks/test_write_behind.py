@@ -1,7 +1,5 @@
 """Chunks are written while the next ones are computed: the same store as one after the other, and the same errors."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -107,9 +105,7 @@ def payloads(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_the_store_is_the_same_bit_for_bit(
-    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
-) -> None:
+def test_the_store_is_the_same_bit_for_bit(tiny_models: Any, tmp_path: Path, monkeypatch: Any, codec: str) -> None:
     """As if each batch was computed and stored by itself, in turn."""
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 3)
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}

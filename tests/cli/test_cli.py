@@ -1,7 +1,5 @@
 """The command as scripts use it: JSON alone on stdout, exit codes, one-line errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What tests of both frameworks' adapters need: errors that must not vanish, threads, processes, a README."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import re

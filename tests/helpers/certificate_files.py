@@ -1,7 +1,5 @@
 """Files of certificates, as the laboratory writes them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A server that remembers what it is asked and says what it is told, for tests of adapters with ``base_url``."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import MISSING, fields
@@ -40,7 +38,7 @@ class FakeServer(ThreadingHTTPServer):
         self.say("Twelve metres.")
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self) -> "FakeServer":
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """Statistics of an answer that nobody gave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cacheclip_rag import FusionStats

@@ -1,7 +1,5 @@
 """Time that passes only while somebody sleeps, so that measured seconds are exact."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

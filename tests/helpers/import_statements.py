@@ -1,7 +1,5 @@
 """Which imports of a module run when it is imported."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

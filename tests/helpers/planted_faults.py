@@ -1,11 +1,9 @@
 """Failures that are planted in a program, one at a time."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pytest
+    pass
 
 
 class Broken(Exception):
@@ -15,9 +13,7 @@ class Broken(Exception):
 class Fault:
     """Fails at one call of a function; the calls before and after it are as always."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: type[BaseException] = Broken
-    ) -> None:
+    def __init__(self, patch: Any, owner: Any, name: str, at: int, error: type[BaseException] = Broken) -> None:
         self.calls, called = 0, getattr(owner, name)
 
         def failing(*arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """Programs that are no modules of a package: benchmarks, examples, scripts of the documentation."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entries for tests of stores, by number."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing

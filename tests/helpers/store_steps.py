@@ -1,8 +1,6 @@
 """Fails one step of an operation on a store: every write of the catalog, of a payload and of a copy in memory is a
 step."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

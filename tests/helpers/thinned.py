@@ -1,7 +1,5 @@
 """Fewer parameters and examples in ``make test`` than in ``make test-all``, which sets ``CACHECLIP_TEST_ALL``."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Sequence

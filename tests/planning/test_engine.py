@@ -1,7 +1,5 @@
 """An engine without the primary's weights: what it refuses, and what it says of whom."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

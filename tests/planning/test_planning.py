@@ -1,7 +1,5 @@
 """A fusion plan that is carried out without what made it gives the KV of an engine with the weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

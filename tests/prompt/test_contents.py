@@ -1,7 +1,5 @@
 """Templates that look at contents: the prompt is what transformers renders, and nobody writes control text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -115,9 +113,7 @@ def index(chunks: list[str]) -> TextIndex:
 @pytest.mark.some(5)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("text", ["", "harmless", EVIL, "two\n\nlines ", '"\\', "é\u2063", "\U000f0000 \U00100001"])
-def test_the_prompt_is_what_the_template_makes_of_the_real_contents(
-    tiny_models: dict[str, str], index: TextIndex, template: str, text: str
-) -> None:
+def test_the_prompt_is_what_the_template_makes(tiny_models: Any, index: TextIndex, template: str, text: str) -> None:
     render, messages = Rendering(tiny_models["llama"], TEMPLATES[template]), conversation(text, template)
     segments = segment_chat(messages, render, index)
     assert "".join(segment.text for segment in segments) == render(messages)
@@ -133,9 +129,7 @@ def test_the_prompt_is_what_the_template_makes_of_the_real_contents(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_stored_texts_are_found(
-    tiny_models: dict[str, str], index: TextIndex, chunks: list[str], template: str
-) -> None:
+def test_stored_texts_are_found(tiny_models: Any, index: TextIndex, chunks: list[str], template: str) -> None:
     messages = [
         {"role": "user", "content": f"{chunks[0]}\n\n{chunks[1]}\n\nHow many metres? "},
         {"role": "assistant", "content": f"{REASONED}\n\n[THINK]x[/THINK] {chunks[2]}"},
@@ -224,9 +218,7 @@ CHANNELS = (
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", None, "Hm."),
     ],
 )
-def test_reasoning_before_calls_in_channels(
-    tiny_models: dict[str, str], index: TextIndex, content: str | None, reasoning: str | None, thinking: str
-) -> None:
+def test_reasoning_in_channels(tiny_models: Any, index: TextIndex, content: Any, reasoning: Any, thinking: str) -> None:
     render = Rendering(tiny_models["llama"], CHANNELS)
     calling = {"role": "assistant", "content": content, "tool_calls": CALL}
     messages = [
@@ -265,9 +257,7 @@ ONE_CALL = (
 
 @pytest.mark.parametrize("template", [ONE_CALL, CHANNELS], ids=["refused", "forgotten"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_several_calls_where_a_template_writes_one(
-    tiny_models: dict[str, str], index: TextIndex, template: str, order: tuple[int, int]
-) -> None:
+def test_several_calls_for_a_template_of_one(tiny_models: Any, index: TextIndex, template: str, order: Any) -> None:
     """Each stands before its result."""
     render = Rendering(tiny_models["llama"], template)
     calls = [{**CALL[0], "id": f"abc123de{n}", "function": {"name": f"f{n}", "arguments": {"a": n}}} for n in range(2)]
@@ -303,9 +293,7 @@ ALTERNATING = (
         ("suau", "[system] of s0[user] of u1[assistant] of a2[user] of u3"),
     ],
 )
-def test_turns_that_a_template_refuses(
-    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, roles: str, expected: str
-) -> None:
+def test_turns_that_a_template_refuses(tiny_models: Any, monkeypatch: Any, roles: str, expected: str) -> None:
     """A question whose answer failed, a late instruction, a greeting: they come again with every later question."""
     names = {"s": "system", "u": "user", "a": "assistant"}
     messages = [{"role": names[role], "content": f"of {role}{n}"} for n, role in enumerate(roles)]
@@ -341,9 +329,7 @@ DROPPING = GEMMA.replace("{{ raise_exception('System role not supported') }}", "
 @pytest.mark.parametrize(
     ("roles", "first"), [("su", "01"), ("suau", "01"), ("suuau", "012"), ("ssu", "012"), ("uasu", "20")]
 )
-def test_a_template_without_a_system_role(
-    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, template: str, roles: str, first: str
-) -> None:
+def test_without_a_system_role(tiny_models: Any, monkeypatch: Any, template: str, roles: str, first: str) -> None:
     """The system prompt opens the user's first message, as Gemma 3's template writes it: neither framework nor client
     can know what a template takes."""
     names = {"s": "system", "u": "user", "a": "assistant"}

@@ -1,7 +1,5 @@
 """What is known of a prompt's KV, against rules about its spans, one by one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Which pieces of a prompt count as one chunk, and how much of it they are."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Reasoning before an answer: it is no text, no call and no stop string, in pieces of any length."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

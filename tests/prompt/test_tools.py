@@ -1,8 +1,6 @@
 """Tools in prompts: what templates write of them, and what users, documents and tool servers cannot do. Calls in
 answers: every format, in pieces of any length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

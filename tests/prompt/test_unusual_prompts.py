@@ -1,7 +1,5 @@
 """Unusual prompts and documents: each is answered exactly, or refused with a reason before anything is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A store on disk with two entries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys, KV and payload files for the tests of the store."""
 
-from __future__ import annotations
-
 import io
 import os
 import resource

@@ -1,7 +1,5 @@
 """The backends of the package: what all of them promise, and what is each one's own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -136,9 +134,7 @@ class TestDiskBackend(BackendConformance):
         [(None, 0o700, 0o600), (0o755, 0o700, 0o600), (0o770, 0o770, 0o660), (0o777, 0o700, 0o600)],
         ids=["new", "own", "shared with a group", "of everyone"],
     )
-    def test_for_its_owner_alone_unless_the_folder_was_made_for_a_group(
-        self, tmp_path: Path, before: int | None, of_folders: int, of_files: int
-    ) -> None:
+    def test_for_its_owner_alone(self, tmp_path: Path, before: int | None, of_folders: int, of_files: int) -> None:
         """Stored KV tells what the documents say."""
         tmp_path.chmod(0o775)
         root = tmp_path / "in a new folder" / "store"

@@ -1,7 +1,5 @@
 """What a chunk-cache store promises, in memory, on disk, and with a memory tier before the disk."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,9 +151,7 @@ class TestEviction:
         store.close()
         assert store.catalog.keys("t") == [key(1), key(2)]
 
-    def test_what_was_just_put_stays_though_all_others_are_used_meanwhile(
-        self, kind: Kind, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_was_just_put_stays_though_all_others_are_used_meanwhile(self, kind: Kind, monkeypatch: Any) -> None:
         """By other threads or processes, between making room for the payload and writing the entry."""
         store = kind.open(2 * kind.bytes_of())
         put(store, 1, 2)
@@ -451,9 +447,7 @@ class TestMemoryTier:
         memory, disk = store.chunk_store.stats().tiers
         assert (memory.hits, memory.misses, disk.hits) == (2, 2, 2)
 
-    def test_a_copy_that_fails_leaves_no_older_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_copy_that_fails_leaves_no_older_one(self, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
         store = self.tiered(tmp_path, None)
         put(store, 1)
 

@@ -1,7 +1,5 @@
 """From KV to bytes and back: bit for bit where the codec is lossless, within its bounds where not, never wrong KV."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

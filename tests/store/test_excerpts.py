@@ -1,7 +1,5 @@
 """Parts of stored texts in prompts: all that are long enough, none that are not there."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

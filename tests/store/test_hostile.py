@@ -1,7 +1,5 @@
 """A store folder that somebody else prepared: nothing outside it is touched, and nothing hangs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -4,8 +4,6 @@ What must hold: the operation is done, or the caller sees the error; nothing hal
 does not touch is there; a second try does what the first one would have done, and leaves the store whole.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

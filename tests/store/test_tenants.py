@@ -1,7 +1,5 @@
 """The same texts in two tenants: neither sees, changes or hides what is the other's, with and without a catalog."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Finding stored texts inside a prompt."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
@@ -221,9 +219,7 @@ class TestProperties:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("alphabet", ["a", "ab", "a\U0001f5fc\udcff", "abcdefghijklmnopqrstuvwxyz "])
     @pytest.mark.parametrize("longest", [40, 700])
-    def test_overlapping_and_nested_texts(
-        self, alphabet: str, longest: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_overlapping_and_nested_texts(self, alphabet: str, longest: int, monkeypatch: Any, caplog: Any) -> None:
         """Texts are cut out of one long text: they share starts, ends and middles. Also with popular anchors."""
         rng = random.Random(longest)
         for round_ in range(25):
@@ -278,9 +274,7 @@ class TestHostileTexts:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("texts_of", [RUNS, DIFFERENT_MIDDLES], ids=["runs", "middles"])
-    def test_a_search_with_too_many_pairs_stops(
-        self, texts_of: list[str], digests: list[str], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_search_with_too_many_pairs_stops(self, texts_of: list[str], digests: list[str], caplog: Any) -> None:
         """And finds what is in few places."""
         index = index_of(*texts_of, LETTERS)
         matches = found(index, LETTERS + "-" * 8000 + LETTERS)
@@ -293,9 +287,7 @@ class TestHostileTexts:
         matches = index_of(*self.DIFFERENT_MIDDLES).find(prompt)
         assert text in [prompt[match.start : match.stop] for match in matches if match.of is None]
 
-    def test_a_search_with_too_many_wrong_hashes_stops(
-        self, digests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_search_with_too_many_wrong_hashes_stops(self, digests: list[str], monkeypatch: Any, caplog: Any) -> None:
         """Somebody may find texts whose hashes are equal; here the rows of runs are given wrong digests."""
         monkeypatch.setattr(search, "_MOST_WRONG", 5)
         index = index_of(LETTERS)

@@ -1,7 +1,5 @@
 """A failing disk, no file handles, no memory, files of another user or version: nothing whole is deleted."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable
@@ -123,9 +121,7 @@ class TestFaults:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     @pytest.mark.parametrize("name", ["catalog.sqlite3", "library.sqlite3"])
-    def test_of_a_database_that_sqlite_calls_damaged_do_not_move_it(
-        self, folder: Path, name: str, error: Callable[[], BaseException]
-    ) -> None:
+    def test_of_a_database_that_sqlite_calls_damaged_do_not_move_it(self, folder: Path, name: str, error: Any) -> None:
         """SQLite says "malformed" of pages that a disk does not give."""
         with closing(Library(folder)) as library:
             library.fix_settings(LibrarySettings())

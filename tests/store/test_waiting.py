@@ -1,7 +1,5 @@
 """An answer waits for no other process that uses the catalog; what is to be recorded is recorded later."""
 
-from __future__ import annotations
-
 import gc
 import sqlite3
 import threading

@@ -4,8 +4,6 @@ A program: for each line ``COUNT SECONDS MAX_BYTES`` on standard input it forks 
 for them and prints their exit codes. So torch is imported once.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

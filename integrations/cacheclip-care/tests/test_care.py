@@ -1,7 +1,5 @@
 """Verify finds what is wrong, repair leaves nothing wrong, and neither loses what is whole."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """This distribution is built on public modules of the core alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cacheclip_care

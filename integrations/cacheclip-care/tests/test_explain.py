@@ -1,7 +1,5 @@
 """Why a text was not reused: each reason, met on purpose."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Engines on tiny GGUF files. ``make test-llamacpp`` runs these tests where llama-cpp-python is installed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Answers of llama.cpp: streamed, stopped, sampled, constrained, several at a time, and in both frameworks."""
 
-from __future__ import annotations
-
 import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +33,7 @@ def engine(make: MakeEngine) -> CacheClipEngine:
 
 
 @pytest.mark.parametrize("method", ["epic", "full", "direct"])
-def test_no_answer_that_is_compared_hangs_on_rounding(
-    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_no_answer_that_is_compared_hangs_on_rounding(engine: CacheClipEngine, monkeypatch: Any, method: str) -> None:
     """An answer computed twice is rounded in two ways, by up to 0.01. These tests mean something only without ties."""
     gaps, compute = list[float](), Context.decode_many
 
@@ -111,9 +107,7 @@ def test_several_at_a_time_are_the_same(engine: CacheClipEngine, monkeypatch: py
 
 
 @pytest.mark.parametrize("least", [2, 99], ids=["together", "few"])
-def test_a_step_that_fails_changes_no_answer(
-    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, least: int
-) -> None:
+def test_a_step_that_fails_changes_no_answer(engine: CacheClipEngine, monkeypatch: Any, least: int) -> None:
     runtime, api = engine.primary, library.library()
     states = [runtime.prefill(torch.arange(5, 30 + n), 100)[0] for n in range(3)]
     monkeypatch.setattr(model, "_TOGETHER", least)
@@ -142,9 +136,7 @@ def test_it_is_no_auxiliary(make: MakeEngine) -> None:
 
 
 class TestFrameworks:
-    def test_what_is_known_without_loading(
-        self, files: dict[str, Path], tool_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_known_without_loading(self, files: Any, tool_model: str, tmp_path: Path, monkeypatch: Any) -> None:
         """The file's context and its tools, and whose tokens LlamaIndex counts."""
         from langchain_cacheclip import ChatCacheClip
         from llama_index.llms.cacheclip import CacheClipLLM, base
@@ -215,9 +207,7 @@ class TestEarlierPrompts:
 
     @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
-    def test_no_prompt_computes_more_than_plain_prefill(
-        self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_prompt_computes_more(self, make: MakeEngine, method: str, planted: bool, monkeypatch: Any) -> None:
         engine, chunks = make(method=method, recompute_ratio=0.9), [*CHUNKS, *(" ".join(CHUNKS[n:]) for n in range(2))]
         engine.precompute(chunks)
         counted, decode = list[int](), Context.decode_many

@@ -1,7 +1,5 @@
 """``benchmarks/gguf.py`` runs, on a tiny file whose figures mean nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

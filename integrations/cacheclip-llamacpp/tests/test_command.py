@@ -1,7 +1,5 @@
 """The command takes a GGUF file as primary model, without another option."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,7 @@ def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize("methods", [(), ("--methods", "all")], ids=["default", "all"])
-def test_eval_runs_what_can_run(
-    cacheclip: Any, files: dict[str, Path], auxiliary: Path, tmp_path: Path, methods: tuple[str, ...]
-) -> None:
+def test_eval_runs_what_can_run(cacheclip: Any, files: Any, auxiliary: Path, tmp_path: Path, methods: Any) -> None:
     record = {"id": "a", "task": "qa", "question": "Who?", "answers": ["Ada"], "chunks": [{"title": "a", "text": "A"}]}
     (tmp_path / "records.jsonl").write_text(json.dumps(record))
     models = ("--primary", files["llama"], "--auxiliary", auxiliary)

@@ -1,7 +1,5 @@
 """llama.cpp keeps the promises of every runtime, beside transformers' numbers of the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

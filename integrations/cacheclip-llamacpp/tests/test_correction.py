@@ -1,7 +1,5 @@
 """The correction in llama.cpp: what is read of the bytes that it writes, how it rotates keys, and what is added."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +44,7 @@ class TestRotation:
                 for own, theirs in zip(each.tables(positions)[:2], expected[layer][:2], strict=True):
                     assert float((own - theirs).abs().max()) < 0.02
 
-    def test_of_another_kind_is_not_taken(
-        self, make: MakeEngine, architecture: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_another_is_not_taken(self, make: MakeEngine, architecture: str, monkeypatch: Any, caplog: Any) -> None:
         """Its keys then differ by more than a rotation, and nothing is corrected."""
         right = GgufWeights.rotates_pairs.fget
         monkeypatch.setattr(GgufWeights, "rotates_pairs", property(lambda self: not right(self)))  # type: ignore[misc]
@@ -61,7 +57,7 @@ class TestRotation:
 class Recorded(LateCorrection):
     """Keeps what was there before."""
 
-    made: list[Recorded] = []
+    made: list["Recorded"] = []
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -78,9 +74,7 @@ class Recorded(LateCorrection):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_added(
-    make: MakeEngine, files: dict[str, Path], architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_added(make: MakeEngine, files: Any, architecture: str, seed: int, monkeypatch: Any) -> None:
     """Each token that is not recomputed gets half of the mean change of those of its chunk that are, before rotation;
     nothing else changes."""
     monkeypatch.setattr(model, "LateCorrection", Recorded)
@@ -126,9 +120,7 @@ def test_answers_are_those_of_corrected_kv(make: MakeEngine) -> None:
     assert answer.token_ids == engine.generate(PROMPT, method=CORRECTED, max_tokens=8).token_ids
 
 
-def test_bytes_of_another_layout(
-    make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bytes_of_another_layout(make: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Answers come without a correction, and a warning says so once."""
     monkeypatch.setattr(written, "_FLOAT16", 2)
     engine = make()

@@ -1,7 +1,5 @@
 """The loader costs nothing to ask, and the distribution takes only what is public."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,12 +1,11 @@
 """GGUF files that are not what they seem: each is refused with what llama.cpp found, or is read whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cacheclip_llamacpp import loader, weights
@@ -68,9 +67,7 @@ def engine_of(file: Path, store: Path | None = None) -> CacheClipEngine:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_says_what_llama_cpp_found(
-    files: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_says_what_llama_cpp_found(files: Any, tmp_path: Path, name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
     change, reason = DAMAGED[name]
     file = tmp_path / "model.gguf"
@@ -84,9 +81,7 @@ def test_a_damaged_file_says_what_llama_cpp_found(
 
 
 @pytest.mark.parametrize("name", ENDS_LLAMA_CPP)
-def test_wrong_numbers_do_not_end_the_process(
-    files: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_numbers_do_not_end_the_process(files: Any, tmp_path: Path, name: str, monkeypatch: Any) -> None:
     architecture, change, reason = ENDS_LLAMA_CPP[name]
     monkeypatch.setattr(weights, "_TRIAL_CPU_S", 3)
     file = tmp_path / "model.gguf"
@@ -96,9 +91,7 @@ def test_wrong_numbers_do_not_end_the_process(
             engine_of(file).generate(PROMPT)
 
 
-def test_a_trial_that_the_system_ends_says_nothing_of_the_file(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_the_system_ends_says_nothing_of_the_file(files: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))  # where no file was tried
     monkeypatch.setattr(weights, "python_command", lambda *_: ["sh", "-c", "kill -9 $$"])
     with pytest.raises(ModelError, match="Is there memory for it") as found:
@@ -106,9 +99,7 @@ def test_a_trial_that_the_system_ends_says_nothing_of_the_file(
     assert "header" not in str(found.value)
 
 
-def test_a_trial_within_the_users_limit(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_within_the_users_limit(files: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     """Whoever may use less of a processor than a trial takes at most has files tried, too."""
     limited = ("sh", "-c", 'ulimit -t 3; exec "$@"', "sh")
     monkeypatch.setattr(weights, "python_command", lambda *given: [*limited, *python_command(*given)])
@@ -168,9 +159,7 @@ def test_a_context_of_no_positions_is_refused(files: dict[str, Path], tmp_path: 
         engine_of(file).generate(PROMPT)
 
 
-def test_a_file_that_changes_while_it_is_loaded(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_while_it_is_loaded(files: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     file, digest = tmp_path / "model.gguf", loader.digest_of
     file.write_bytes(files["qwen2"].read_bytes())
 

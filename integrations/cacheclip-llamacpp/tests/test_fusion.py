@@ -1,7 +1,5 @@
 """Selective recompute in llama.cpp: exact where it must be, whatever is recomputed, and never with wrong KV."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -57,9 +55,7 @@ class TestExactness:
         assert engine.plan(prompt, method="direct").exact
         assert difference(engine, prompt, preset("direct")) < TOLERANCE
 
-    def test_a_wrong_position_is_seen(
-        self, make: MakeEngine, architecture: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wrong_position_is_seen(self, make: MakeEngine, architecture: str, monkeypatch: Any) -> None:
         """Twin: each token of the chunk stands one position too early."""
         engine = make(architecture, chunk_context="prefix")
         engine.precompute(CHUNKS[:1])
@@ -73,9 +69,7 @@ class TestExactness:
         assert difference(engine, prompt, preset("direct")) > TOLERANCE
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_any_choice_of_tokens_at_ratio_one_of_the_others(
-        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_any_choice_of_tokens(self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any) -> None:
         """Random layouts and spans: chunks repeated, in parts, beside one another. The same rows computed in another
         division into runs give the same logits, and a recomputed token is that of the prompt, not of its chunk."""
         chance = random.Random(seed)
@@ -93,9 +87,7 @@ class TestExactness:
         assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_runs_of_a_call_see_each_other_as_stored(
-        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_runs_see_each_other(self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any) -> None:
         monkeypatch.setattr(model, "_CALL_TOKENS", 64)  # all in one
         chance = random.Random(seed)
         runtime = make(architecture).primary
@@ -335,9 +327,7 @@ class TestContext:
             runtime.prefill(ids, len(ids))
         assert runtime._context._opened.num_cells <= 2048  # type: ignore[attr-defined]
 
-    def test_a_context_that_memory_has_no_room_for_is_refused(
-        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_context_that_memory_has_no_room_for_is_refused(self, make: MakeEngine, monkeypatch: Any) -> None:
         """And what goes on goes on."""
         runtime = make().primary
         ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
@@ -352,9 +342,7 @@ class TestContext:
             runtime.prefill(ids, 5000)  # nothing is moved: memory holds one of the two contexts
 
     @pytest.mark.parametrize(("call", "fails"), FAILING_CALLS.values(), ids=FAILING_CALLS)
-    def test_a_context_that_cannot_grow_stays_as_it_is(
-        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str, fails: Callable[..., Any]
-    ) -> None:
+    def test_a_context_that_cannot_grow_stays(self, make: MakeEngine, monkeypatch: Any, call: str, fails: Any) -> None:
         """Who wanted more has the error, and the answers under way go on."""
         engine = make()
         engine.precompute(CHUNKS)
@@ -377,9 +365,7 @@ class TestContext:
         *_, last = events + [*under_way]
         assert last.answer is not None and last.answer.token_ids == alone.token_ids
 
-    def test_the_last_answer_ends_while_the_context_grows(
-        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_last_answer_ends_while_the_context_grows(self, make: MakeEngine, monkeypatch: Any) -> None:
         """Nobody needs the old context then, and there may be no new one."""
         runtime = make().primary
         ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
@@ -392,9 +378,7 @@ class TestContext:
                 runtime.prefill(ids, 9000)
         assert float((runtime.prefill(ids, 9000)[1] - expected).abs().max()) < TOLERANCE
 
-    def test_kv_that_could_not_be_written_stays_out_of_other_kv(
-        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kv_that_could_not_be_written_stays_out_of_other_kv(self, make: MakeEngine, monkeypatch: Any) -> None:
         runtime = make().primary
         context = runtime._context  # type: ignore[attr-defined]
         one, other = (runtime.prefill(torch.tensor(ids), 9)[0].cells for ids in ([5, 6, 7], [8, 9, 10]))
@@ -406,9 +390,7 @@ class TestContext:
         assert context.dump(one, 0, 3) == written
 
     @pytest.mark.parametrize("is_live", [False, True])
-    def test_memory_holds_two_contexts_only_if_kv_is_moved(
-        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, is_live: bool
-    ) -> None:
+    def test_two_contexts_only_if_kv_is_moved(self, make: MakeEngine, monkeypatch: Any, is_live: bool) -> None:
         runtime = make().primary
         state = runtime.prefill(torch.tensor([5, 6, 7]), 3)[0] if is_live else None
         order = recorded(monkeypatch, "llama_init_from_model", "llama_free")
@@ -471,9 +453,7 @@ class TestContext:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_models_whose_kv_cannot_be_moved(
-    files: dict[str, Path], tmp_path: Path, architecture: str, fields: dict[str, float], why: str
-) -> None:
+def test_models_whose_kv_cannot_be_moved(files: Any, tmp_path: Path, architecture: str, fields: Any, why: str) -> None:
     file = write_header(tmp_path, architecture, files["llama"].parent / "model", **fields)
     weights = GgufWeights(file, architecture, vocabulary_only=True)
     with pytest.raises(UnsupportedModelError, match=why):
@@ -495,9 +475,7 @@ def test_more_chunks_than_sequences(make: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("found", ["none", "too old"])
-def test_without_the_library_the_command_is_named(
-    files: dict[str, Path], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_the_command_is_named(files: dict[str, Path], found: str, monkeypatch: Any) -> None:
     unload_models()
     library.library.cache_clear()
     if found == "none":
@@ -512,9 +490,7 @@ def test_without_the_library_the_command_is_named(
 
 
 @pytest.mark.parametrize("version", [*library.TRIED_VERSIONS, "0.3.99"])
-def test_a_version_that_was_never_tried_is_named(
-    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_that_was_never_tried_is_named(version: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr("llama_cpp.__version__", version)
     library.library.cache_clear()
     try:
@@ -558,9 +534,7 @@ class TestSettings:
         found = load.concrete(make(device=device).config)
         assert (found.device, found.auxiliary_device) == expected
 
-    def test_the_log_says_what_dtype_and_codec_are_for(
-        self, make: MakeEngine, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_log_says_what_dtype_and_codec_are_for(self, make: MakeEngine, caplog: Any) -> None:
         load._say_once.cache_clear()
         engine = make(dtype="float32", codec="int8", device="cpu")
         engine.precompute(CHUNKS[:1])

@@ -1,10 +1,10 @@
 """Streams of a GGUF file pass the tests of transformers' streams and of the queue."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import pytest
 from cacheclip_testing.plugin import CACHECLIP
-from tiny_gguf import MakeEngine
+from tiny_gguf import MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine
 from tests.engine.asking import SHORT, check_sums, rag
@@ -25,6 +25,11 @@ __all__ = [
     "test_text_that_is_held_back_holds_up_nobody",
     "test_who_leaves_while_text_is_held_back_has_no_token_more",
 ]
+
+
+@pytest.fixture(scope="module")
+def tool_model(tool_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("tools"), "llama", Path(tool_model)))
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """llama.cpp's tokens: the ids of the model's own tokenizer, the characters of each, and no control token from text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

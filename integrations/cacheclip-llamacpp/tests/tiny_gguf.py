@@ -1,8 +1,6 @@
 """Writes a tiny transformers model as a GGUF file, so that llama.cpp's numbers can be compared with transformers'; and
 what several tests ask of engines on such files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers of storage, and machines that share a store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

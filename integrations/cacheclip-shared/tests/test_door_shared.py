@@ -1,7 +1,5 @@
 """This distribution is built on public modules of the core alone, and is found by the schemes of its URLs."""
 
-from __future__ import annotations
-
 from importlib.metadata import entry_points
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A shared store in which one tenant's data is damaged or made up: the other tenants notice nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -452,9 +450,7 @@ def test_a_log_that_is_lost_is_no_empty_table(scene: Scene, kind: str) -> None:
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("kind", ["missing", "damaged pages", "damaged footer", "no text", "a far time", "kv"])
-def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
-    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(scene: Scene, kind: str, caplog: Any) -> None:
     """Whatever its reader raises: most of it are errors as those of a disk. Its payloads are no garbage before."""
     (file, *_) = scene.files(NAME, "catalog/*.parquet")
     if kind == "missing":

@@ -1,7 +1,5 @@
 """The hot tier of a shared store: copies in a Valkey server, and answers without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
