@@ -19,7 +19,7 @@ from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
 from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
-from tests.conftest import Models, Patch, examples
+from tests.conftest import Models, Patch, examples, spied
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"
@@ -42,51 +42,36 @@ def streamed(runtime: ModelRuntime, ids: list[int], stop: list[str] | None = Non
     return pieces, stream
 
 
-NUMBERS = (
-    *("max_tokens", "temperature", "top_p", "top_k"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-)
+NAN = float("nan")
+WRONG: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, "3", 2.5, True],
+    "temperature": [-0.1, 100.1, NAN, float("inf"), "hot", None],
+    "top_p": [-0.1, 1.1, NAN, None],
+    "top_k": [-2, 1.5],
+    "repetition_penalty": [0.0, 5e-324, 10**400, NAN],
+    "frequency_penalty": [2.1, -2.1, "1", True, NAN],
+    "presence_penalty": [2.1, -2.1, "1", True, 10**400],
+    "stop": ["a string", ["a list"], ("ok", ""), ("ok", 3)],
+}
+
+
+NUMBERS = [name for name in WRONG if name != "stop"]
 EDGES = (0, 1, -1, 2**31, 2**70, 10**400, 5e-324, 1e-300, 1e-40, 1e-5, 1 - 1e-16, 9.9, 100.0, 1e38, 1e308, float("inf"))
 
 
 class TestSamplingParams:
     @pytest.mark.some(3)
-    @pytest.mark.parametrize(
-        ("option", "value"),
-        [
-            ("max_tokens", 0),
-            ("max_tokens", -1),
-            ("temperature", -0.1),
-            ("temperature", 100.1),
-            ("temperature", float("nan")),
-            ("temperature", float("inf")),
-            ("top_p", -0.1),
-            ("top_p", 1.1),
-            ("top_p", float("nan")),
-            ("top_k", -2),
-            ("top_k", 1.5),
-            ("repetition_penalty", 0.0),
-            ("repetition_penalty", 5e-324),
-            ("repetition_penalty", 10**400),
-            ("repetition_penalty", float("nan")),
-            *((name, value) for name in ("frequency_penalty", "presence_penalty") for value in (2.1, -2.1, "1", True)),
-            ("frequency_penalty", float("nan")),
-            ("presence_penalty", 10**400),
-            ("stop", "a string"),
-            ("stop", ["a list"]),
-            ("stop", ("ok", "")),
-            ("stop", ("ok", 3)),
-            ("temperature", "hot"),
-            ("temperature", None),
-            ("max_tokens", "3"),
-            ("max_tokens", 2.5),
-            ("max_tokens", True),
-            ("top_p", None),
-        ],
-    )
+    @pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in WRONG.items() for value in values])
     def test_out_of_range_or_of_a_wrong_type(self, option: str, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=option):
             SamplingParams(**{option: value})
+
+    def test_edges_are_allowed(self) -> None:
+        SamplingParams(max_tokens=1, temperature=0, top_p=5e-324, stop=())
+        SamplingParams(temperature=100.0, top_p=1.0, seed=0)
+        SamplingParams(temperature=5e-324, repetition_penalty=LEAST_PENALTY, top_k=2**70, seed=-(2**63))
+        SamplingParams(repetition_penalty=10)
+        SamplingParams(top_p=0, frequency_penalty=-2, presence_penalty=2)
 
     @examples(300)
     @given(st.fixed_dictionaries({}, optional=dict.fromkeys(NUMBERS, st.sampled_from(EDGES) | st.floats())))
@@ -105,33 +90,14 @@ class TestSamplingParams:
             assert {sampler.pick(logits) for _ in range(3)} <= set(range(4))
         assert room_for(params) >= 1
 
-    @pytest.mark.parametrize(
-        "edges",
-        [
-            {"max_tokens": 1, "temperature": 0, "top_p": 5e-324, "stop": ()},
-            {"temperature": 100.0, "top_p": 1.0, "seed": 0},
-            {"temperature": 5e-324, "repetition_penalty": LEAST_PENALTY, "top_k": 2**70, "seed": -(2**63)},
-            {"repetition_penalty": 10},
-            {"top_p": 0, "frequency_penalty": -2, "presence_penalty": 2},
-        ],
-    )
-    def test_edges_are_allowed(self, edges: dict[str, Any]) -> None:
-        SamplingParams(**edges)
-
 
 class TestTextStream:
-    def test_unfinished_characters_are_held_back(self, runtime: ModelRuntime) -> None:
+    def test_unfinished_characters_are_held_back_and_special_tokens_silent(self, runtime: ModelRuntime) -> None:
         ids = list(runtime.tokenize("a🗼b").ids)
         assert len(ids) == 6  # the emoji takes four byte tokens
         stream = TextStream(runtime.decode_ids, [])
         assert [stream.push(token) for token in ids] == ["a", "", "", "", "🗼", "b"]
-
-    def test_special_tokens_are_silent(self, runtime: ModelRuntime) -> None:
-        ids = [
-            *runtime.tokenize("a").ids,
-            *runtime.tokenize("<|im_start|>", control=True).ids,
-            *runtime.tokenize("b").ids,
-        ]
+        ids[1:-1] = runtime.tokenize("<|im_start|>", control=True).ids
         assert "".join(streamed(runtime, ids)[0]) == "ab"
 
     @examples(100)
@@ -152,22 +118,11 @@ class TestTextStream:
 
 def sentencepiece() -> Tokenizer:
     """Pieces with a mark for spaces, bytes for what has no piece, and no space before a text's first word."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "\u2581a",
-        "a",
-        "b",
-        "\u2581b",
-        "\u2581\u2581",
-        "東",
-    ]
+    others = ("\u2581", "\u2581a", "a", "b", "\u2581b", "\u2581\u2581", "東")
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *others]
     tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_special_tokens(["<s>"])
     return tokenizer
 
@@ -209,18 +164,13 @@ class TestLongTexts:
         assert pieces == stream.text
         return pieces
 
-    def test_a_token_costs_the_same_however_long_the_text_is(self, runtime: ModelRuntime) -> None:
-        decoded: list[int] = []
-
-        def decode(ids: Sequence[int]) -> str:
-            decoded.append(len(ids))
-            return runtime.decode_ids(ids)
-
-        stream = TextStream(decode, ["never"])
-        for token in runtime.tokenize(" ".join([TOWER] * 40)).ids:
+    def test_a_token_costs_the_same_however_long_the_text_is(self, runtime: ModelRuntime, monkeypatch: Patch) -> None:
+        calls, text = spied(monkeypatch, runtime, "decode_ids"), " ".join([TOWER] * 40)
+        stream = TextStream(runtime.decode_ids, ["never"])
+        for token in runtime.tokenize(text).ids:
             stream.push(token)
-        assert stream.text + stream.flush() == " ".join([TOWER] * 40)
-        assert max(decoded) <= 8 and len(decoded) > 1000
+        assert stream.text + stream.flush() == text
+        assert max(len(ids) for (ids,) in calls) <= 8 and len(calls) > 1000
 
     def test_a_token_copies_no_text_that_is_final(self) -> None:
         stream = TextStream(lambda ids: "word " * len(ids), ["never"])
@@ -293,15 +243,26 @@ class TestSampler:
         sampler = Sampler(SamplingParams(**options), CPU)
         return [sampler.pick(self.LOGITS) for _ in range(count)]
 
-    def test_greedy(self) -> None:
-        assert self.picks(20) == [0] * 20
-        assert self.picks(20, seed=3, top_p=0.9) == [0] * 20
-
-    def test_another_seed_other_tokens(self) -> None:
+    def test_greedy_and_seeds(self) -> None:
+        assert self.picks(20) == self.picks(20, seed=3, top_p=0.9) == [0] * 20
         assert self.picks(50, temperature=1.0, seed=7) != self.picks(50, temperature=1.0, seed=8)
-
-    def test_no_seed_differs(self) -> None:
         assert self.picks(200, temperature=1.0) != self.picks(200, temperature=1.0)
+        half = Sampler(SamplingParams(temperature=0.7, seed=1), CPU)
+        assert half.pick(self.LOGITS.to(torch.bfloat16)) in range(4)
+
+    @pytest.mark.parametrize(
+        ("options", "kept"),
+        [
+            *(({"top_p": 0.45}, 1), ({"top_p": 0.75}, 2), ({"top_p": 1.0}, 4), ({"top_p": 0, "temperature": 50.0}, 1)),
+            *(({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_k": -1}, 4), ({"temperature": 0.05}, 1)),
+        ],
+    )
+    def test_the_smallest_set_is_kept(self, options: dict[str, float], kept: int) -> None:
+        assert {*self.picks(500, **{"temperature": 1.0, "seed": 1, **options})} == {*range(kept)}
+
+    def test_heat_flattens(self) -> None:
+        hot = self.picks(800, temperature=50.0, seed=1)
+        assert min(hot.count(token) for token in range(4)) > 120
 
     def test_other_samplers_and_torch_s_own_generator_do_not_interfere(self) -> None:
         expected = self.picks(20, temperature=1.0, seed=7)
@@ -316,20 +277,6 @@ class TestSampler:
         torch.set_rng_state(before)
         self.picks(5, temperature=1.0, seed=1)
         assert torch.equal(torch.get_rng_state(), before)
-
-    def test_top_p_keeps_the_smallest_set(self) -> None:
-        assert set(self.picks(300, temperature=1.0, top_p=0.45, seed=1)) == {0}
-        assert set(self.picks(300, temperature=1.0, top_p=0.75, seed=1)) == {0, 1}
-        assert set(self.picks(500, temperature=1.0, top_p=1.0, seed=1)) == {0, 1, 2, 3}
-
-    def test_top_k_keeps_the_likeliest(self) -> None:
-        assert set(self.picks(50, temperature=1.0, top_k=1, seed=1)) == {0}
-        assert set(self.picks(500, temperature=1.0, top_k=3, seed=1)) == {0, 1, 2}
-        assert set(self.picks(500, temperature=1.0, top_k=-1, seed=1)) == {0, 1, 2, 3}
-
-    def test_top_p_of_zero_takes_the_likeliest(self) -> None:
-        assert self.picks(100, temperature=50.0, top_p=0, seed=1) == [0] * 100
-        assert is_greedy(SamplingParams(temperature=50.0, top_p=0))
 
     @pytest.mark.parametrize(
         "penalties", [(0.7, 0.0), (0.0, 0.7), (0.3, 0.4), (-0.5, 0.0), (0.0, -0.5)], ids="{}".format
@@ -353,22 +300,15 @@ class TestSampler:
             assert sampler.pick(row) == answer[-1]
         assert answer != rows.argmax(-1).tolist()
 
-    @pytest.mark.parametrize("option", [{"frequency_penalty": -0.1}, {"presence_penalty": 1}, {"top_k": 3}, {}])
+    @pytest.mark.parametrize(
+        "option",
+        [{"frequency_penalty": -0.1}, {"presence_penalty": 1}, {"top_k": 3}, {}, {"temperature": 50.0, "top_p": 0}],
+    )
     def test_what_is_greedy(self, option: dict[str, Any]) -> None:
         """What full prefill's likeliest tokens are compared with."""
-        assert is_greedy(SamplingParams(**option)) == ("top_k" in option or not option)
-
-    def test_temperature_sharpens_and_flattens(self) -> None:
-        cold = self.picks(300, temperature=0.05, seed=1)
-        hot = self.picks(800, temperature=50.0, seed=1)
-        assert set(cold) == {0}
-        assert min(hot.count(token) for token in range(4)) > 120
+        assert is_greedy(SamplingParams(**option)) == (not any("penalty" in name for name in option))
 
     def test_frequencies_follow_the_probabilities(self) -> None:
         picks = self.picks(3000, temperature=1.0, seed=1)
         for token, share in enumerate((0.5, 0.3, 0.15, 0.05)):
             assert abs(picks.count(token) / 3000 - share) < 0.03
-
-    def test_half_precision_logits(self) -> None:
-        sampler = Sampler(SamplingParams(temperature=0.7, seed=1), CPU)
-        assert sampler.pick(self.LOGITS.to(torch.bfloat16)) in range(4)

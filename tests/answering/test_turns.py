@@ -1,23 +1,21 @@
 """Turns: prompts by their work and alone, tokens between them and their slices, nothing held by who gives up."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 
 from cacheclip_rag.answering.turns import CallerLeft, Turns, Waiter, turns_of
-
-if TYPE_CHECKING:
-    from cacheclip_rag.runtime.base import Runtime
+from tests.conftest import Patch, raising
 
 WAIT_S = 30.0
 
@@ -55,22 +53,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_prompts_in_the_order_of_their_arrival() -> None:
-    turns, order, threads = Turns(), list[int](), Threads()
-
-    def work(number: int) -> None:
-        with turns.prompt():
-            order.append(number)
-
-    with turns.prompt():
-        for number in range(8):
-            threads.start(lambda number=number: work(number))  # type: ignore[misc]
-            until(lambda number=number: len(turns._prompts) == number + 2)  # type: ignore[misc]
-        assert not order
-    threads.join()
-    assert order == list(range(8))
-
-
 def ask(turns: Turns, threads: Threads, order: list[str], *prompts: tuple[str, int]) -> None:
     """Prompts that come while another one has its turn: names and tokens."""
 
@@ -78,18 +60,26 @@ def ask(turns: Turns, threads: Threads, order: list[str], *prompts: tuple[str, i
         with turns.prompt(lambda: tokens):
             order.append(name)
 
-    for name, tokens in prompts:
+    for prompt in prompts:
         before = len(turns._prompts)
-        threads.start(lambda name=name, tokens=tokens: work(name, tokens))  # type: ignore[misc]
+        threads.start(partial(work, *prompt))
         until(lambda before=before: len(turns._prompts) == before + 1)  # type: ignore[misc]
 
 
-def test_short_prompts_pass_long_ones() -> None:
-    turns, order, threads = Turns(), list[str](), Threads()
+@pytest.mark.parametrize(
+    ("prompts", "order"),
+    [
+        ([(f"{number}", 0) for number in range(8)], "0 1 2 3 4 5 6 7"),
+        ([("long", 900), ("short", 20), ("shorter", 10), ("again", 20)], "shorter short again long"),
+    ],
+)
+def test_prompts_come_in_order_but_short_ones_pass_long_ones(prompts: list[tuple[str, int]], order: str) -> None:
+    turns, came, threads = Turns(), list[str](), Threads()
     with turns.prompt():
-        ask(turns, threads, order, ("long", 900), ("short", 20), ("shorter", 10), ("short again", 20))
+        ask(turns, threads, came, *prompts)
+        assert not came
     threads.join()
-    assert order == ["shorter", "short", "short again", "long"]
+    assert came == order.split()
 
 
 def test_no_more_work_passes_a_long_prompt_than_it_is_itself() -> None:
@@ -159,6 +149,11 @@ def test_who_is_alone_has_no_slices() -> None:
             assert inner is None, "an observer's question is not cut: the prompt around it waits"
 
 
+def take(turns: Turns, kind: str) -> None:
+    with getattr(turns, kind)():
+        pass
+
+
 def test_who_leaves_between_two_slices_holds_up_nobody() -> None:
     turns, caller = Turns(), Waiter()
     with caller.asking(), turns.prompt() as pause:
@@ -175,20 +170,13 @@ def test_who_leaves_between_two_slices_holds_up_nobody() -> None:
 def test_a_waiting_answer_gets_one_token_between_two_prompts() -> None:
     turns, order, threads = Turns(), list[str](), Threads()
 
-    def prompt(name: str) -> None:
-        with turns.prompt():
-            order.append(name)
-
     def answer() -> None:
         for _ in range(3):
             with turns.token():
                 order.append("token")
 
     with turns.prompt():
-        threads.start(lambda: prompt("first"))
-        until(lambda: len(turns._prompts) == 2)
-        threads.start(lambda: prompt("second"))
-        until(lambda: len(turns._prompts) == 3)
+        ask(turns, threads, order, ("first", 0), ("second", 0))
         threads.start(answer)
         until(lambda: turns._waiting == 1)
     threads.join()
@@ -205,11 +193,6 @@ def test_tokens_of_several_answers_side_by_side() -> None:
     for _ in range(3):
         threads.start(answer)
     threads.join()
-
-
-def take(turns: Turns, kind: str) -> None:
-    with getattr(turns, kind)():
-        pass
 
 
 def test_a_thread_with_a_turn_takes_another_one() -> None:
@@ -230,36 +213,37 @@ def test_an_error_ends_the_turn(kind: str) -> None:
     with pytest.raises(ZeroDivisionError), getattr(turns, kind)():
         raise ZeroDivisionError
     for name in ("prompt", "token", "prompt"):
-        threads.start(lambda name=name: take(turns, name))  # type: ignore[misc]
+        threads.start(partial(take, turns, name))
         threads.join()
 
 
 @pytest.mark.parametrize("kind", ["prompt", "token"])
 def test_who_is_interrupted_while_it_waits_holds_up_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, threads, done = Turns(), Threads(), list[str]()
-
-    def interrupted(condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        raise KeyboardInterrupt
-
+    turns, threads = Turns(), Threads()
     with turns.prompt():
         with monkeypatch.context() as patch:
-            patch.setattr(turns._changed, "wait_for", interrupted)
-            caught = threads.start(lambda: take(turns, kind))
-            caught.join(WAIT_S)
+            patch.setattr(turns._changed, "wait_for", raising(KeyboardInterrupt()))
+            threads.start(partial(take, turns, kind)).join(WAIT_S)
         assert [type(error) for error in threads.errors] == [KeyboardInterrupt]
         threads.errors.clear()
     for name in ("prompt", "token"):
-        with getattr(turns, name)():
-            done.append(name)
-    assert done == ["prompt", "token"] and (turns._waiting, turns._invited, len(turns._prompts)) == (0, 0, 0)
+        take(turns, name)
+    assert (turns._waiting, turns._invited, len(turns._prompts)) == (0, 0, 0)
 
 
-def test_many_at_once() -> None:
-    """Switched often: prompts alone and in order, and all come to an end."""
-    turns, threads, interval = Turns(), Threads(), sys.getswitchinterval()
-    running: list[str] = []
-    counted = [0, 0]
-    lock = threading.Lock()
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads are switched often."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_many_at_once(switching: None) -> None:
+    """Prompts alone and in order, and all come to an end."""
+    turns, threads, lock = Turns(), Threads(), threading.Lock()
+    running, counted = list[str](), Counter[str]()
 
     def work(seed: int) -> None:
         choice = random.Random(seed)
@@ -270,20 +254,16 @@ def test_many_at_once() -> None:
                     assert kind == "token" or not running, "a prompt has its turn alone"
                     assert "prompt" not in running
                     running.append(kind)
-                    counted[kind == "token"] += 1
+                    counted[kind] += 1
                 if choice.random() < 0.1:
                     time.sleep(0.0005)
                 with lock:
                     running.remove(kind)
 
-    sys.setswitchinterval(1e-5)
-    try:
-        for seed in range(8):
-            threads.start(lambda seed=seed: work(seed))  # type: ignore[misc]
-        threads.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert sum(counted) == 8 * 60 and min(counted) > 50
+    for seed in range(8):
+        threads.start(partial(work, seed))
+    threads.join()
+    assert counted.total() == 8 * 60 and min(counted.values()) > 50
     assert (turns._waiting, turns._invited, turns._tokens, len(turns._prompts)) == (0, 0, 0, 0)
 
 
@@ -311,7 +291,7 @@ class Steps:
 
 
 def step(turns: Turns, runtime: Steps, state: list[int], token_id: int) -> None:
-    assert int(turns.step(cast("Runtime", runtime), state, token_id)) == token_id
+    assert int(turns.step(cast(Any, runtime), state, token_id)) == token_id
 
 
 def test_an_answer_alone_has_passes_of_its_own() -> None:
@@ -323,21 +303,29 @@ def test_an_answer_alone_has_passes_of_its_own() -> None:
     assert (state, runtime.passes) == ([7, 8], [1, 1])
 
 
-def test_who_waits_shares_the_next_pass() -> None:
+@pytest.mark.parametrize(
+    ("fails", "states", "passes"), [(None, [[0], [1], [2], [3]], [4]), (2, [[0], [1], [], [3]], [4, 1, 1, 1, 1])]
+)
+def test_who_waits_shares_the_next_pass(fails: int | None, states: list[list[int]], passes: list[int]) -> None:
+    """An error is of the answer that made it."""
     turns, runtime, threads = Turns(), Steps(), Threads()
-    states: list[list[int]] = [[] for _ in range(4)]
+    runtime.fails = fails
+    own, failed = [list[int]() for _ in range(4)], list[int]()
 
     def answer(number: int) -> None:
         with turns.answer():
-            until(lambda: turns._answers == len(states) + 1)
-            step(turns, runtime, states[number], number)
+            until(lambda: turns._answers == len(own) + 1)
+            try:
+                step(turns, runtime, own[number], number)
+            except MemoryError:
+                failed.append(number)
 
     with turns.answer(), turns.prompt():
-        for number in range(len(states)):
-            threads.start(lambda number=number: answer(number))  # type: ignore[misc]
-        until(lambda: len(turns._asked) == len(states))
+        for number in range(len(own)):
+            threads.start(partial(answer, number))
+        until(lambda: len(turns._asked) == len(own))
     threads.join()
-    assert states == [[0], [1], [2], [3]] and runtime.passes == [4]
+    assert (own, failed, runtime.passes) == (states, [] if fails is None else [fails], passes)
 
 
 def test_answers_do_not_fall_into_groups_that_take_turns() -> None:
@@ -346,38 +334,12 @@ def test_answers_do_not_fall_into_groups_that_take_turns() -> None:
     turns._pass_s = 10 * WAIT_S  # a little is as long as it takes
     first, second = list[int](), list[int]()
     turns._last = {id(first)}
-
-    def later() -> None:
-        step(turns, runtime, second, 2)
-
     with turns.answer(), turns.answer():
-        threads.start(later)
+        threads.start(lambda: step(turns, runtime, second, 2))
         until(lambda: turns._is_stepping and turns._tokens == 1)
         step(turns, runtime, first, 1)
     threads.join()
     assert (first, second, runtime.passes) == ([1], [2], [2])
-
-
-def test_an_error_is_of_the_answer_that_made_it() -> None:
-    turns, runtime, threads = Turns(), Steps(), Threads()
-    runtime.fails = 2
-    states: list[list[int]] = [[] for _ in range(4)]
-    failed = []
-
-    def answer(number: int) -> None:
-        with turns.answer():
-            until(lambda: turns._answers == len(states) + 1)
-            try:
-                step(turns, runtime, states[number], number)
-            except MemoryError:
-                failed.append(number)
-
-    with turns.answer(), turns.prompt():
-        for number in range(len(states)):
-            threads.start(lambda number=number: answer(number))  # type: ignore[misc]
-        until(lambda: len(turns._asked) == len(states))
-    threads.join()
-    assert (states, failed, runtime.passes) == ([[0], [1], [], [3]], [2], [4, 1, 1, 1, 1])
 
 
 def test_an_interrupted_pass_leaves_the_others_to_the_next_thread() -> None:
@@ -403,41 +365,115 @@ def test_an_interrupted_pass_leaves_the_others_to_the_next_thread() -> None:
     assert state == [5] and (turns._tokens, turns._is_stepping) == (0, False)
 
 
-def test_many_answers_with_prompts_between() -> None:
+def test_many_answers_with_prompts_between(switching: None) -> None:
     """Every answer gets its own tokens in their order, whoever computes them."""
-    turns, runtime, threads, interval = Turns(), Steps(), Threads(), sys.getswitchinterval()
-    states: list[list[int]] = [[] for _ in range(8)]
+    turns, runtime, threads = Turns(), Steps(), Threads()
+    states = [list[int]() for _ in range(8)]
 
     def answer(seed: int) -> None:
         with turns.answer():
-            with turns.prompt():
-                pass
+            take(turns, "prompt")
             for token in range(40):
                 step(turns, runtime, states[seed], 100 * seed + token)
 
-    sys.setswitchinterval(1e-5)
-    try:
-        for seed in range(8):
-            threads.start(lambda seed=seed: answer(seed))  # type: ignore[misc]
-        threads.join()
-    finally:
-        sys.setswitchinterval(interval)
+    for seed in range(8):
+        threads.start(partial(answer, seed))
+    threads.join()
     assert states == [[100 * seed + token for token in range(40)] for seed in range(8)]
     assert sum(runtime.passes) == 8 * 40
     assert (turns._asked, turns._tokens, turns._answers) == ([], 0, 0)
 
 
-class Slotted:
-    """A model that has no place for what others would keep in it."""
-
-    __slots__ = ("__weakref__",)
-
-
 def test_turns_belong_to_a_model_and_go_with_it() -> None:
-    model, other = Slotted(), Slotted()
-    turns: list[Any] = [turns_of(cast("Runtime", each)) for each in (model, other, model)]
+    """Also to one that has no place for what others would keep in it."""
+    model, other = (type("Slotted", (), {"__slots__": ("__weakref__",)})() for _ in range(2))
+    turns: list[Any] = [turns_of(each) for each in (model, other, model)]
     assert turns[0] is turns[2] is not turns[1]
     gone = weakref.ref(turns[0])
     del turns, model
     gc.collect()
     assert gone() is None
+
+
+class LateSleeper:
+    """A thread that waits in a queue, and wakes after all others, as the system may have it: for ``error``."""
+
+    def __init__(
+        self, turns: Turns, threads: Threads, wait: Callable[[], object], error: type[BaseException], monkeypatch: Patch
+    ) -> None:
+        self._changed, self._waits, self._error = turns._changed, turns._changed.wait_for, error
+        self._sleeps, self._wakes, self._looked = threading.Event(), threading.Event(), 0
+        monkeypatch.setattr(turns._changed, "wait_for", self._wait_for)
+
+        def waiting() -> None:
+            self._own = threading.get_ident()
+            with pytest.raises(error):
+                wait()
+
+        self._own = 0
+        self._thread = threads.start(waiting)
+        assert self._sleeps.wait(WAIT_S)
+
+    def leave(self) -> None:
+        self._wakes.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    def after_another_looked(self, work: Callable[[], object]) -> None:
+        """Do something, and wait until another thread has looked whether its turn has come, and sleeps again."""
+        before = self._looked
+        work()
+        until(lambda: self._looked > before)
+        with self._changed:  # which it gives up when it sleeps
+            pass
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        if threading.get_ident() != self._own:
+            return self._waits(lambda: self._look(condition), timeout)
+        if condition():
+            return True
+        self._sleeps.set()
+        self._changed.release()
+        self._wakes.wait(WAIT_S)
+        self._changed.acquire()
+        raise self._error
+
+    def _look(self, condition: Callable[[], bool]) -> bool:
+        self._looked += 1
+        return condition()
+
+
+KINDS = [
+    *("token prompt prompt", "token prompt token", "token prompt idle", "prompt prompt prompt"),
+    *("prompt prompt idle", "prompt token prompt", "prompt step step"),
+]
+
+
+@pytest.mark.parametrize("error", [CallerLeft, KeyboardInterrupt])
+@pytest.mark.parametrize("running leaves behind".split(), [each.split() for each in KINDS])
+def test_the_next_one_is_woken(
+    running: str, leaves: str, behind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, runtime, threads, came = Turns(), Steps(), Threads(), threading.Event()
+    monkeypatch.setattr("tests.answering.test_turns.WAIT_S", 5.0)
+
+    def wait(kind: str) -> None:
+        if kind == "step":
+            with turns.answer(), turns.answer():
+                step(turns, runtime, [], 1)
+        else:
+            take(turns, kind)
+
+    def wait_behind() -> None:
+        wait(behind)
+        came.set()
+
+    held = getattr(turns, running)()
+    held.__enter__()
+    first = LateSleeper(turns, threads, lambda: wait(leaves), error, monkeypatch)
+    first.after_another_looked(lambda: threads.start(wait_behind))
+    first.after_another_looked(lambda: held.__exit__(None, None, None))
+    assert not came.is_set(), "who leaves was before it"
+    first.leave()
+    threads.join()
+    assert came.is_set() and turns.is_idle

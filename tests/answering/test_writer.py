@@ -1,14 +1,15 @@
 """Chunks are written in batches: the same KV, sources and errors as one by one."""
 
+import itertools
 import sqlite3
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, PromptTooLongError, SamplingParams, StoreError
 from cacheclip_rag.chunks.batches import in_batches
-from tests.conftest import CHUNKS, SENTENCES, Models, Patch, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, Models, Patch, rag_prompt, raising, spied
 
 
 def test_batches_keep_the_order_and_the_limits(monkeypatch: Patch) -> None:
@@ -22,29 +23,15 @@ def test_batches_keep_the_order_and_the_limits(monkeypatch: Patch) -> None:
 
 
 def test_items_are_taken_when_they_are_needed() -> None:
-    taken: list[int] = []
-
-    def numbers() -> Iterator[str]:
-        for number in range(100):
-            taken.append(number)
-            yield "x" * 1000
-
-    next(in_batches(numbers(), str))
-    assert len(taken) == 3
+    numbers = itertools.count()
+    next(in_batches(("x" * 1000 for _ in numbers), str))
+    assert next(numbers) == 3
 
 
 @pytest.fixture
-def calls(engine: CacheClipEngine, monkeypatch: Patch) -> list[int]:
-    """Number of chunks in each call of the primary's ``encode_many``."""
-    runtime, seen = engine.primary, []
-    real = runtime.encode_many
-
-    def encode_many(chunks: list[tuple[int, ...]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        seen.append(len(chunks))
-        return real(chunks, context)
-
-    monkeypatch.setattr(runtime, "encode_many", encode_many)
-    return seen
+def calls(engine: CacheClipEngine, monkeypatch: Patch) -> list[tuple[Any, ...]]:
+    """Calls of the primary's ``encode_many``."""
+    return spied(monkeypatch, engine.primary, "encode_many")
 
 
 def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
@@ -53,29 +40,18 @@ def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
     engine.precompute(CHUNKS)
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
     other = CacheClipEngine(**models, store=engine.config.store, method="cacheclip", chunk_context="passages")
-    encode = other.primary.encode_many
-
-    def releasing(chunks: list[tuple[int, ...]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        if not released:
-            released.append(engine.release(CHUNKS[:1]))
-        return encode(chunks, context)
-
-    released = list[int]()
-    monkeypatch.setattr(other.primary, "encode_many", releasing)
+    calls = spied(monkeypatch, other.primary, "encode_many", lambda *_: calls or engine.release(CHUNKS[:1]))
     other.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
     stored = [other.is_stored(chunk) for chunk in CHUNKS]
     assert stored == [False, True, True, True] and not other.texts.index.known(CHUNKS[0])
 
 
 def test_chunks_wait_as_long_as_another_process_has_the_catalog(engine: CacheClipEngine, monkeypatch: Patch) -> None:
-    def busy() -> None:
-        cause = sqlite3.OperationalError("database is locked")
-        cause.sqlite_errorcode = sqlite3.SQLITE_BUSY
-        raise StoreError("another process uses the catalog") from cause
-
+    cause, busy = sqlite3.OperationalError("database is locked"), StoreError("another process uses the catalog")
+    cause.sqlite_errorcode, busy.__cause__ = sqlite3.SQLITE_BUSY, cause
     few = SamplingParams(max_tokens=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.store, "check_writable", busy)
+        patch.setattr(engine.store, "check_writable", raising(busy))
         engine.generate(rag_prompt(CHUNKS[:1]), few, documents=CHUNKS[:1])
         engine.generate("Hello", few)
     assert not engine.is_stored(CHUNKS[0])
@@ -94,11 +70,11 @@ def test_other_machines_hear_of_sources_that_are_removed(engine: CacheClipEngine
     assert told and told[-2:] == ["remove_sources", "commit"]
 
 
-def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[int]) -> None:
+def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[Any]) -> None:
     texts = [*SENTENCES[:4], SENTENCES[0]]
     engine.precompute(SENTENCES[1:2])
-    assert engine.precompute(texts) == 3 and calls == [1, 3]
-    assert engine.precompute(texts) == 0 and calls == [1, 3]
+    assert [engine.precompute(texts) for _ in range(2)] == [3, 0]
+    assert [len(chunks) for chunks, *_ in calls] == [1, 3]
     for caches in engine.chunk_caches():
         prefix = caches.prefix.kv if caches.prefix.kv.shape[3] else None
         for text in SENTENCES[:4]:
@@ -119,9 +95,7 @@ def test_a_mapping_names_the_sources(engine: CacheClipEngine) -> None:
 @pytest.mark.parametrize(
     ("bad", "error"), [("word " * 5000, PromptTooLongError), ("  ", ConfigurationError)], ids=["long", "blank"]
 )
-def test_what_comes_before_a_bad_text_is_stored(
-    engine: CacheClipEngine, bad: str, error: type[Exception], calls: list[int]
-) -> None:
+def test_what_comes_before_a_bad_text_is_stored(engine: CacheClipEngine, bad: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         engine.precompute([*SENTENCES[:2], bad, SENTENCES[3]])
     assert [engine.is_stored(text) for text in (*SENTENCES[:2], SENTENCES[3])] == [True, True, False]

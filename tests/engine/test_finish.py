@@ -1,7 +1,6 @@
 """Verified finishing: answers from approximate KV, verified or corrected by the exact KV completed beside them."""
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -153,9 +152,7 @@ class TestRevise:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("is_chosen", [False, True])
-    def test_an_end_that_full_prefill_chooses_or_not(
-        self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool
-    ) -> None:
+    def test_ends_that_are_chosen_or_not(self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool) -> None:
         """The first exact token may be the end: the answer ends there, and what came after is withdrawn."""
         engine = finishing(rows=rows)
         given, full, at = divergent(engine)
@@ -271,13 +268,12 @@ class TestVerify:
         full = fresh(engine, PROMPT, SHORT, method="full")
         assert fresh(engine, PROMPT, SHORT, finish="revise").token_ids == full.token_ids
         assert finishing().config.finish == "none"
-        for wrong in ("always", "", True, 1):
-            for call in (
-                lambda wrong=wrong: CacheClipEngine(finish=wrong),
-                partial(engine.generate, "Hi", finish=wrong),
-            ):
-                with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
-                    call()
+
+    @pytest.mark.parametrize("finish", ["always", "", True, 1])
+    def test_senseless_settings(self, finishing: Make, finish: Any) -> None:
+        for call in (lambda: CacheClipEngine(finish=finish), lambda: finishing().generate(PROMPT, finish=finish)):
+            with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
+                call()
 
     def test_exact_answers_are_not_verified(self, finishing: Make) -> None:
         """Neither plain prefill nor a chunk right behind its prefix, unless it is stored by a coarse codec."""
@@ -294,7 +290,7 @@ class TestVerify:
         assert (revised.stats.verified_tokens, revised.token_ids) == (len(full), full)
 
     @pytest.mark.parametrize("finish", ["verify", "revise"])
-    def test_an_answer_survives_when_the_exact_kv_has_no_room(
+    def test_answers_survive_without_room_for_exact_kv(
         self, finishing: Make, monkeypatch: Patch, caplog: Logs, finish: str
     ) -> None:
         engine = finishing(method="direct")

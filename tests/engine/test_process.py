@@ -1,4 +1,4 @@
-"""Engines in one process and across several."""
+"""Engines in one process and across several, and what those of two tenants see of each other."""
 
 import os
 import shutil
@@ -16,12 +16,12 @@ import torch
 from cacheclip_ingest.library import Library, LibrarySettings
 
 import cacheclip_rag
-from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, get_engine
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, SamplingParams, get_engine
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.plugins import cache_home
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, StoreReader, TenantStore
 from cacheclip_rag.store.process import Writer
-from tests.conftest import CHUNKS, Models, Patch, raising
+from tests.conftest import CHUNKS, Make, Models, Patch, rag_prompt, raising
 from tests.engine.asking import SHORT, rag
 from tests.store import samples
 
@@ -157,3 +157,43 @@ class TestAnotherWorkingDirectory:
         assert len(writer.name) == 32 and [*backend.list()] == [key] == [*catalog.keys("t")]
         library.fix_settings(LibrarySettings())
         assert {*os.listdir(here / "store")} >= {"catalog.sqlite3", "library.sqlite3", "kv", "writers"}
+
+
+FEW = SamplingParams(max_tokens=3)
+
+
+def test_the_store_of_an_engine_is_its_tenants(make: Make, tmp_path: Path, chunks: list[str]) -> None:
+    north, south = (make(store=tmp_path, namespace=name) for name in ("north", "south"))
+    north.precompute(chunks[:2])
+    assert north.store.stats().entries > 0 and south.store.stats().entries == 0 == len(south.store.keys())
+    for key in north.store.keys():  # noqa: SIM118 - not a dict
+        assert key not in south.store and south.store.get(key) is None and south.store.delete([key]) == 0
+        assert key in north.store and north.store.get(key) is not None
+    assert south.release(chunks[:2]) == 0 and north.is_stored(chunks[0])
+    assert south.generate(rag_prompt(chunks[:2], "Why?"), FEW).stats.hits == 0
+    assert north.generate(rag_prompt(chunks[:2], "Why?"), FEW).stats.hits == 2
+
+
+def test_a_namespace_that_cannot_be_written_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match="half a character"):
+        make(namespace="\ud800").precompute(["A text of a tenant without a name that can be written."])
+
+
+class TestTiers:
+    def test_metrics_have_every_tier(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
+        engine = make(store=tmp_path, memory_bytes=1 << 26)
+        assert "store_hits" not in engine.metrics.to_prometheus(), "the store is not open yet"
+        engine.precompute(chunks[:2])
+        engine.close()
+        again = make(store=tmp_path, memory_bytes=1 << 26)
+        for _ in range(2):
+            again.generate(rag_prompt(chunks[:2], "When?"), FEW)
+        found = again.metrics.snapshot()
+        assert found['store_hits_total{tier="disk"}'] >= 4 and found['store_hits_total{tier="memory"}'] >= 2
+        assert found['store_misses_total{tier="memory"}'] >= 4 and found['store_damaged_total{tier="disk"}'] == 0
+        assert found['store_bytes{tier="disk"}'] == ChunkStore.open(tmp_path).stats().bytes
+        assert 0 < found['store_bytes{tier="memory"}'] <= found['store_bytes{tier="disk"}']
+        assert found['store_read_seconds_total{tier="disk"}'] > 0
+        text = again.metrics.to_prometheus()
+        assert "# TYPE cacheclip_store_bytes gauge" in text and "# TYPE cacheclip_store_hits_total counter" in text
+        assert '\ncacheclip_store_evictions_total{tier="disk"} 0\n' in text

@@ -15,6 +15,7 @@ from tests.conftest import Logs, Make, Patch, spied
 from tests.engine.asking import SHORT, rag
 
 HALF = "A text of some length with half of an emoji: \ud83d and more."
+LONG = "word " * 5000
 SENSELESS: list[dict[str, Any]] = [
     *({"method": each} for each in ("nonsense", Recompute, None)),
     *({name: -1} for name in ("memory_bytes", "prefix_cache_bytes", "max_bytes")),
@@ -43,17 +44,16 @@ class TestRefusals:
             engine.generate(rag(many[: -(drop - 3)]), SHORT, documents=many)
 
     @pytest.mark.parametrize(
-        ("prompts", "message"),
+        ("prompt", "message"),
         [
-            (["", "  \n", [], [Fresh("")], [Fresh(""), Chunk("")], ()], r"empty|at least one"),
-            ([5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]], "segments"),
-            ([HALF], "half a character"),
+            *((each, r"empty|at least one") for each in ("", "  \n", [], [Fresh("")], [Fresh(""), Chunk("")], ())),
+            *((each, "segments") for each in (5, b"text", {"role": "user"}, iter(["x"]), None, [[]], ["x"])),
+            (HALF, "half a character"),
         ],
     )
-    def test_prompts(self, engine: CacheClipEngine, prompts: list[Any], message: str) -> None:
-        for prompt in prompts:
-            with pytest.raises(ConfigurationError, match=message):
-                engine.generate(prompt, SHORT)
+    def test_prompts(self, engine: CacheClipEngine, prompt: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            engine.generate(prompt, SHORT)
 
     @pytest.mark.parametrize(
         ("params", "options", "message"),
@@ -67,23 +67,32 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match=message):
             engine.generate("Hello", params, **options)
 
-    def test_texts(self, engine: CacheClipEngine) -> None:
+    @pytest.mark.parametrize("texts", ["one string", [1], None, 5, [b"bytes"]])
+    def test_texts_of_another_type(self, engine: CacheClipEngine, texts: Any) -> None:
         """A single string would otherwise be taken for a list of letters."""
         for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, documents=t)):
-            for wrong in ("one string", [1], None, 5, [b"bytes"]):
-                with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
-                    call(wrong)
-        for text, message in (("", "empty or blank"), ("  \n ", "empty or blank"), (HALF, "half a character")):
-            with pytest.raises(ConfigurationError, match=message):
-                engine.precompute([text])
-        long = "word " * 5000
-        with pytest.raises(PromptTooLongError, match="smaller chunks"):
-            engine.precompute([long])
-        assert engine.store.stats().entries == 0 and not engine.is_stored(long)
-        with pytest.raises(PromptTooLongError, match="shorten the question"):
-            engine.generate(long, SHORT)
+            with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
+                call(texts)
+        assert engine.store.stats().entries == 0
 
-    def test_a_prompt_that_cannot_fit_is_not_even_tokenised(
+    @pytest.mark.parametrize(
+        ("text", "error", "message"),
+        [
+            *((blank, ConfigurationError, "empty or blank") for blank in ("", "  \n ")),
+            (HALF, ConfigurationError, "half a character"),
+            (LONG, PromptTooLongError, "smaller chunks"),
+        ],
+        ids=["empty", "blank", "half", "long"],
+    )
+    def test_texts(self, engine: CacheClipEngine, text: str, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            engine.precompute([text])
+        assert engine.store.stats().entries == 0
+        if text == LONG:
+            with pytest.raises(PromptTooLongError, match="shorten the question"):
+                engine.generate(text, SHORT)
+
+    def test_what_cannot_fit_is_not_tokenised(
         self, engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
     ) -> None:
         """Its bytes are proof enough; a megabyte would take a second."""

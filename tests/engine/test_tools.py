@@ -56,9 +56,11 @@ class TestSchema:
     def test_json_text_is_the_same_setting(self) -> None:
         assert SamplingParams(json_schema=json.dumps(SCHEMA)) == SamplingParams(json_schema=SCHEMA)
         assert hash(JSON) == hash(SamplingParams(max_tokens=100, json_schema=SCHEMA))
-        for schema in ("{", "3", [], 3, {"type": {1}}):
-            with pytest.raises(ConfigurationError, match="json_schema must be"):
-                SamplingParams(json_schema=schema)
+
+    @pytest.mark.parametrize("schema", ["{", "3", [], 3, {"type": {1}}])
+    def test_what_is_no_schema_is_refused(self, schema: Any) -> None:
+        with pytest.raises(ConfigurationError, match="json_schema must be"):
+            SamplingParams(json_schema=schema)
 
     @pytest.mark.parametrize("case", ["wibble", "verify", "revise", "a runtime that cannot", "without the extra"])
     def test_refused(self, engine: CacheClipEngine, monkeypatch: Patch, case: str) -> None:
@@ -107,7 +109,7 @@ class TestTools:
         ids, runtime = engine.plan(messages, tools=[SEARCH]).layout.token_ids, engine.primary
         assert ids == runtime.tokenize(runtime.render_chat(messages, tools=[SEARCH]), control=True).ids
 
-    def test_a_model_without_tools_or_a_chat_template_says_so(
+    def test_models_without_tools_or_template_say_so(
         self, tiny_models: Models, tool_model: str, tmp_path: Path
     ) -> None:
         folder = shutil.copytree(tool_model, tmp_path / "base")

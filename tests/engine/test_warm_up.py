@@ -1,13 +1,18 @@
-"""Warming up: what the first answer would wait for is done before it."""
+"""Warming up: what the first answer would wait for is done before it; unloading frees weights, whoever has them."""
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cacheclip_rag import UnknownModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError
+from cacheclip_rag.models.load import _registry
 from cacheclip_rag.runtime.base import Runtime
-from tests.conftest import Logs, Make, Models, Patch
+from tests.adapters.plain_model import PlainModel
+from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
 from tests.engine.asking import SHORT, rag
 
 
@@ -21,9 +26,7 @@ def test_everything_is_loaded_and_nothing_is_counted(make: Make, tmp_path: Path)
     assert all("_store_" in line for line in lines), "no answer is counted"
 
 
-def test_the_first_answer_loads_and_reads_nothing_more(
-    make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
-) -> None:
+def test_the_first_answer_loads_nothing_more(make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch) -> None:
     make(store=tmp_path).precompute(chunks)
     engine = make(store=tmp_path, memory_bytes=1 << 26)
     done = engine.warm_up()
@@ -39,9 +42,7 @@ def test_the_first_answer_loads_and_reads_nothing_more(
     assert answer.token_ids == make(store=tmp_path).generate(rag(chunks), SHORT).token_ids
 
 
-def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
-    make: Make, tmp_path: Path, chunks: list[str]
-) -> None:
+def test_the_most_recently_used_chunks_are_read_first(make: Make, tmp_path: Path, chunks: list[str]) -> None:
     engine = make(stored=chunks, store=tmp_path, auxiliary=None, method="anchored")
     engine.chunk_caches()[0].read(chunks[0])  # used last
     engine.close()
@@ -56,7 +57,7 @@ def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
     assert in_memory.warm_up().chunks_read == 0, "a store in memory is warm"
 
 
-def test_without_a_memory_tier_chunks_are_read_and_dropped(
+def test_without_memory_chunks_are_read_and_dropped(
     make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """So that the system's page cache has them. They are used in the same order as before."""
@@ -90,10 +91,61 @@ def test_a_wrong_model_is_refused_when_the_server_starts(make: Make) -> None:
         make(auxiliary="no-such-model", method="direct").warm_up()
 
 
-def test_an_auxiliary_that_cannot_be_loaded_is_only_logged(
+def test_an_auxiliary_that_is_damaged_is_only_logged(
     make: Make, tiny_models: Models, tmp_path: Path, caplog: Logs
 ) -> None:
     broken = shutil.copytree(tiny_models["auxiliary"], tmp_path / "auxiliary")
     (broken / "model.safetensors").unlink()
     done = make(auxiliary=str(broken), method="direct").warm_up()
     assert len(done.models) == 1 and "continuing without the auxiliary model" in caplog.text
+
+
+PROMPT = rag_prompt(list(CHUNKS))
+
+
+@pytest.fixture(params=[CacheClipEngine, PlainModel])
+def loaded(request: pytest.FixtureRequest, tiny_models: dict[str, str], tmp_path: Path) -> Any:
+    """Something with an engine and ``unload``."""
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    # a namespace of its own: other tests may hold an engine with these settings
+    return request.param(**models, **CACHECLIP, store=str(tmp_path / "store"), namespace="unload", finish="verify")
+
+
+def engine_of(loaded: Any) -> CacheClipEngine:
+    return loaded if isinstance(loaded, CacheClipEngine) else loaded.engine
+
+
+@pytest.mark.long
+def test_weights_are_freed_and_loaded_again(loaded: Any) -> None:
+    registry = dict(_registry)
+    _registry.clear()  # models that other tests have loaded
+    try:
+        engine = engine_of(loaded)
+        engine.precompute(list(CHUNKS))
+        before = engine.generate(PROMPT, max_tokens=4)
+        assert before.stats.hits
+        weights = [weakref.ref(each.model) for each in (engine.primary, engine.auxiliary) if each is not None]
+        assert len(weights) == 2
+        gc.collect()
+        loaded.unload()
+        assert [each() for each in weights] == [None, None]
+        assert not _registry and engine.prefixes.stats.bytes == 0
+        after = engine.generate(PROMPT, max_tokens=4)
+        assert (after.token_ids, after.stats.hits) == (before.token_ids, before.stats.hits)
+    finally:
+        _registry.clear()
+        _registry.update(registry)
+
+
+def test_there_is_nothing_to_unload_of_a_server() -> None:
+    with pytest.raises(ConfigurationError, match="the model runs in the server"):
+        PlainModel(base_url="http://localhost:1/v1").unload()
+
+
+def test_another_engine_keeps_its_weights(tiny_models: dict[str, str]) -> None:
+    ours, other = (CacheClipEngine(primary=tiny_models["qwen2"], auxiliary=None, method="full") for _ in range(2))
+    model = other.primary
+    assert ours.primary is model
+    ours.unload()
+    assert other.generate("What?", max_tokens=2).text is not None and other.primary is model
+    assert ours.primary is not model

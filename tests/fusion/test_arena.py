@@ -83,7 +83,7 @@ class TestPrompts:
             engine.release(TEXTS)
             assert before_release > 2 >= len([*arena.list()]) and queue.copies.total() == before
 
-    def test_damage_is_seen_before_a_layer_is_copied(
+    def test_damage_is_seen_before_layers_are_copied(
         self, tiny_models: Models, monkeypatch: Patch, tmp_path: Any
     ) -> None:
         with pretended(monkeypatch):
@@ -132,8 +132,8 @@ class TestPrompts:
         with pretended(monkeypatch):
             _, engine = answers(tiny_models, 0, True, codec=codec)
             monkeypatch.setattr(caches, "join", counted)
-            question = SamplingParams(max_tokens=1)
-            engine.prefill(rag_prompt(TEXTS[:6]), question, method=engine.make_method("cacheclip"))
+            method = engine.make_method("cacheclip")
+            engine.prefill(rag_prompt(TEXTS[:6]), SamplingParams(max_tokens=1), method=method)
         assert [max(each) >= 5 for each in groups] == [True, True] and max(map(len, groups)) <= 2, groups
 
     def test_what_is_read_again_is_copied_again(self, tiny_models: Models, monkeypatch: Patch) -> None:
@@ -186,6 +186,8 @@ class TestArena:
         assert arena.take("a" * 64, 2) is resident and arena.take("a" * 64, 3) is None
         arena.load(resident, kv.frame, 3)
         assert arena.take("a" * 64, 1 << 30) is resident and resident.users == 3
+        for integers_or_too_large in (payload("a", 5, "int8"), payload("a", 900)):
+            assert Arena(CPU, 1 << 16).place(integers_or_too_large.frame) is None
 
     def test_the_least_recently_used_leave_and_none_that_is_held(self) -> None:
         kv = {name: payload(name, 40) for name in "abcd"}
@@ -207,10 +209,6 @@ class TestArena:
         arena.release([resident])  # type: ignore[list-item]
         assert arena.place(kv.frame) is not None
 
-    @pytest.mark.parametrize("kv", [payload("a", 5, "int8"), payload("a", 900)], ids=["integers", "too large"])
-    def test_what_does_not_come_in(self, kv: StoredKV) -> None:
-        assert Arena(CPU, 1 << 16).place(kv.frame) is None
-
     def test_rows_of_any_width(self) -> None:
         """Payloads of two models, whose rows are of different lengths, lie in one memory."""
         arena = Arena(CPU, 1 << 16)
@@ -222,8 +220,5 @@ class TestArena:
             assert resident is not None and resident.start % (2 * width) == 0 and resident.start >= resident.begin
             arena.load(resident, stored.frame, 2)
             end = resident.start + stored.frame.num_bytes - stored.frame.start
-            assert end <= resident.end and torch.equal(arena.memory[resident.start : end], stored_bytes(stored))
-
-
-def stored_bytes(kv: StoredKV) -> torch.Tensor:
-    return torch.cat([kv.frame.layer_bytes(number) for number in range(kv.shape[0])])
+            expected = torch.cat([stored.frame.layer_bytes(number) for number in range(2)])
+            assert end <= resident.end and torch.equal(arena.memory[resident.start : end], expected)

@@ -22,7 +22,7 @@ from cacheclip_rag.runtime.transformers.attention_pattern import (
     causal_pattern,
 )
 from cacheclip_rag.runtime.transformers.rotary import rotate
-from tests.conftest import TINY_MODELS, examples
+from tests.conftest import TINY_MODELS, examples, spied
 from tests.fusion.cases import (
     BROKEN,
     EXACT,
@@ -40,9 +40,7 @@ from tests.fusion.cases import (
 )
 
 RATIOS = pytest.mark.parametrize(
-    ("primary", "ratio"),
-    [*((name, 0.3) for name in TINY_MODELS), ("llama", 0.1), ("llama", 0.7)],
-    indirect=["primary"],
+    ("primary", "ratio"), [*((name, 0.3) for name in TINY_MODELS), ("llama", 0.1), ("llama", 0.7)], indirect=["primary"]
 )
 
 
@@ -112,56 +110,32 @@ class TestPartialRecompute:
     @RATIOS
     def test_engine_runs_exactly_the_selected_rows(self, case: Case, ratio: float) -> None:
         """The engine's logits are those of the reference on some selection of the right size: its own."""
-        chosen: list[torch.Tensor] = []
-        original = case.runtime.run_rows
         case.engine.prefixes.clear()
+        segments, method = [span.segment for span in case.layout.spans], vary(preset("cacheclip"), {"correction": 0.0})
+        with pytest.MonkeyPatch.context() as patched:
+            calls = spied(patched, case.runtime, "run_rows")
+            fused = prefilled(case.engine, segments, method, ratio)
+        rows = calls[-1][2]
+        assert fused.stats.recomputed_tokens == round(ratio * sum(len(s.tokens) for s in case.layout.chunks))
+        assert len(rows) == fused.stats.fresh_tokens + fused.stats.recomputed_tokens
+        assert gap(fused.logits, scatter_reference(case, rows)[1]) < EXACT
 
-        def spy(cache: Any, ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            chosen.append(positions)
-            return original(cache, ids, positions, *args, **kwargs)
-
-        case.runtime.run_rows = spy  # an instance attribute over the method: gone with ``del``
-        try:
-            fused = prefilled(
-                case.engine,
-                [span.segment for span in case.layout.spans],
-                vary(preset("cacheclip"), {"correction": 0.0}),
-                ratio,
-            )
-        finally:
-            del case.runtime.run_rows
-        total = sum(len(s.tokens) for s in case.layout.chunks)
-        assert fused.stats.recomputed_tokens == round(ratio * total)
-        assert len(chosen[-1]) == fused.stats.fresh_tokens + fused.stats.recomputed_tokens
-        assert gap(fused.logits, scatter_reference(case, chosen[-1])[1]) < EXACT
-
-    def test_twin_wrong_position(self, case: Case) -> None:
+    def test_twin_wrong_position_or_bottom_right_mask(self, case: Case) -> None:
+        """The chunks do differ from joint prefill, too, or every test above would pass on a no-op."""
         rows = case.rows(0.3)
         right = case.run(case.assembled(), rows, causal_pattern(rows))
-        wrong = case.run(case.assembled(shift=5), rows, causal_pattern(rows))
-        assert gap(right, wrong) > BROKEN
-
-    def test_twin_bottom_right_mask(self, case: Case) -> None:
-        rows = case.rows(0.3)
-        right = case.run(case.assembled(), rows, causal_pattern(rows))
+        assert gap(right, case.run(case.assembled(shift=5), rows, causal_pattern(rows))) > BROKEN
         wrong = case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens))
         assert gap(right, wrong) > BROKEN
-
-    @pytest.mark.some(3)
-    def test_twin_partial_recompute_is_not_full_prefill(self, case: Case) -> None:
-        """The chunks do differ from joint prefill, or every test above would pass on a no-op."""
-        rows = case.rows(0.3)
-        partial = case.run(case.assembled(), rows, causal_pattern(rows))
-        assert gap(partial, reference_logits(case.folder, case.layout.ids)) > BROKEN
+        assert gap(right, reference_logits(case.folder, case.layout.ids)) > BROKEN
 
 
-class TestRatioZero:
-    @pytest.mark.parametrize("primary", ["llama"], indirect=True)
-    def test_equals_direct_reuse(self, case: Case) -> None:
-        segments = [span.segment for span in case.layout.spans]
-        zero, direct = prefilled(case.engine, segments, "cacheclip", 0.0), prefilled(case.engine, segments, "direct")
-        assert gap(zero.logits, direct.logits) <= 1e-6
-        assert zero.stats.recomputed_tokens == direct.stats.recomputed_tokens == 0
+@pytest.mark.parametrize("primary", ["llama"], indirect=True)
+def test_ratio_zero_equals_direct_reuse(case: Case) -> None:
+    segments = [span.segment for span in case.layout.spans]
+    zero, direct = prefilled(case.engine, segments, "cacheclip", 0.0), prefilled(case.engine, segments, "direct")
+    assert gap(zero.logits, direct.logits) <= 1e-6
+    assert zero.stats.recomputed_tokens == direct.stats.recomputed_tokens == 0
 
 
 class TestFirstChunk:
@@ -181,25 +155,20 @@ class TestFirstChunk:
         assert fused.stats.recomputed_tokens == 0 and fused.stats.chunk_tokens > 0
         assert gap(fused.logits, plain.logits) < EXACT
         assert gap(fused.logits, reference_logits(primary, fused.layout.ids)) < EXACT
+        behind_words = f"Words before it. {prompt}"
+        direct = prefilled(engine, behind_words, "direct")
+        assert direct.stats.hits == 1 and gap(direct.logits, reference_logits(primary, direct.layout.ids)) > BROKEN
+        assert prefilled(engine, behind_words, "cacheclip", 0.3).stats.recomputed_tokens > 0
 
-    @pytest.mark.some(3)
-    def test_twin_with_words_before_it_it_is_not_exact(
-        self, primary: str, tiny_models: dict[str, str], chunks: list[str]
-    ) -> None:
-        engine = make_engine(primary, tiny_models["auxiliary"])
-        engine.precompute(chunks[:1])
-        prompt = f"Words before it. {chunks[0]}\n\nQuestion: how tall?"
-        direct = prefilled(engine, prompt, "direct")
-        assert direct.stats.hits == 1
-        assert gap(direct.logits, reference_logits(primary, direct.layout.ids)) > BROKEN
-        assert prefilled(engine, prompt, "cacheclip", 0.3).stats.recomputed_tokens > 0
+
+KV = ("keys", "values")
 
 
 class TestNoFuture:
     """Changing a later token never changes the recomputed KV of an earlier one."""
 
-    def changed_later(self, case: Case, border: int) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Stored KV and ids in which everything from ``border`` on is something else."""
+    def difference(self, case: Case, plan: AttentionPattern, rows: torch.Tensor, border: int) -> float:
+        """Of keys and values before ``border`` if stored KV and ids from there on are something else."""
         generator = torch.Generator().manual_seed(3)
         kv = {
             start: piece if start < border else piece + torch.randn(piece.shape, generator=generator)
@@ -207,25 +176,15 @@ class TestNoFuture:
         }
         ids = case.layout.ids.clone()
         ids[border:] = torch.randint(3, case.runtime.vocab_size, ids[border:].shape, generator=generator)
-        return kv, ids
-
-    def difference(self, case: Case, plan: AttentionPattern, rows: torch.Tensor, border: int) -> float:
-        kv, ids = self.changed_later(case, border)
         before, after = case.assembled(), case.assembled(kv=kv)
         case.run(before, rows, plan)
         case.run(after, rows, plan, ids)
-        changed = 0.0
-        for left, right in zip(before.layers, after.layers, strict=True):
-            changed = max(changed, gap(left.keys[:, :, :border], right.keys[:, :, :border]))
-            changed = max(changed, gap(left.values[:, :, :border], right.values[:, :, :border]))
-        return changed
+        pairs = [*zip(before.layers, after.layers, strict=True)]
+        return max(gap(getattr(a, of)[:, :, :border], getattr(b, of)[:, :, :border]) for a, b in pairs for of in KV)
 
-    def test_earlier_rows_do_not_move(self, case: Case) -> None:
+    def test_earlier_rows_do_not_move_but_by_a_plan_that_leaks(self, case: Case) -> None:
         rows, border = case.rows(0.3), case.layout.chunks[2].start
         assert self.difference(case, causal_pattern(rows), rows, border) <= 1e-6
-
-    def test_twin_plan_that_leaks(self, case: Case) -> None:
-        rows, border = case.rows(0.3), case.layout.chunks[2].start
         assert self.difference(case, bottom_right_plan(rows, case.layout.num_tokens), rows, border) > BROKEN
 
 
@@ -391,7 +350,7 @@ class TestBlockAttention:
         window=st.sampled_from([None, 1, 5]),
         span=st.sampled_from([None, 4]),
     )
-    def test_side_by_side_blocks_do_not_meet(
+    def test_blocks_beside_do_not_meet(
         self, lengths: list[tuple[int, int]], window: int | None, span: int | None
     ) -> None:
         """Stretches laid side by side give what each gives alone."""

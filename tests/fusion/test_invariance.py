@@ -9,24 +9,15 @@ from hypothesis import given, strategies as st
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
-from tests.conftest import CHUNKS, Models, Patch, examples, rag_prompt
+from tests.conftest import CHUNKS, LLAMA, Models, Patch, build_model, examples, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
 SLIDING = ("qwen2-sliding", "mistral-sliding", "phi3-sliding", "gemma2", "gemma3", "gpt-oss")
-DENSE = (
-    "llama",
-    "qwen2-rope-yarn",
-    "qwen3",
-    "smollm3",
-    "mistral-sliding",
-    "phi3-longrope",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-)
+DENSE = "llama qwen2-rope-yarn qwen3 smollm3 mistral-sliding phi3-longrope gemma2 gemma3 olmo2".split()
 """Without experts: a router that hesitates between two turns a rounding error into another expert."""
 
 
@@ -66,30 +57,20 @@ class TestTwins:
         monkeypatch.setattr(FusedLayer, "update", update)
         assert gap(case.run(cache, rows, causal_pattern(rows)), expected) > BROKEN
 
-    @pytest.mark.parametrize("primary", SLIDING, indirect=True)
-    def test_window_forgotten(self, case: Case) -> None:
+    @pytest.mark.parametrize(
+        ("primary", "forgotten"),
+        [*((name, ("window",)) for name in SLIDING), *((name, ("softcap", "sinks")) for name in ("gemma2", "gpt-oss"))],
+        indirect=["primary"],
+    )
+    def test_window_soft_cap_or_sinks_forgotten(self, case: Case, forgotten: tuple[str, ...]) -> None:
         """A mask without the window: what one 4-D mask for all layers does in transformers."""
-        import cacheclip_rag.runtime.transformers.attention as runtime
-
-        rows = case.rows(1.0)
+        rows, rule = case.rows(1.0), attention.AttentionRule
         expected = reference_logits(case.folder, case.layout.ids)
-        rule = runtime.AttentionRule
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
+            without = dict.fromkeys(forgotten)
+            patch.setattr(attention, "AttentionRule", lambda **settings: rule(**{**settings, **without}))
             assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) > BROKEN
         assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) < EXACT
-
-    @pytest.mark.parametrize("primary", ["gemma2", "gpt-oss"], indirect=True)
-    def test_soft_cap_or_sinks_forgotten(self, case: Case) -> None:
-        import cacheclip_rag.runtime.transformers.attention as runtime
-
-        rows = case.rows(1.0)
-        expected = reference_logits(case.folder, case.layout.ids)
-        rule = runtime.AttentionRule
-        with pytest.MonkeyPatch.context() as patch:
-            without = {"softcap": None, "sinks": None}
-            patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, **without}))
-            assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) > BROKEN
 
 
 class TestIndependence:
@@ -176,19 +157,16 @@ def gap_or_0(left: torch.Tensor, right: torch.Tensor) -> float:
     return gap(left, right) if left.numel() else 0.0
 
 
-class TestManyChunks:
-    @pytest.mark.long
-    def test_eighty(self, tiny_models: Models) -> None:
-        texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(80)]
-        from tests.conftest import LLAMA, build_model
-
-        folder = Path(tiny_models["llama"]).parent / "llama-long"
-        if not folder.exists():
-            build_model(folder, LLAMA, context=8192)
-        engine = CacheClipEngine(primary=str(folder), auxiliary=None, method="epic", chunk_context="prefix")
-        engine.precompute(texts)
-        fused = prefilled(engine, rag_prompt(texts), "epic", 1.0)
-        assert fused.stats.hits == 80 and fused.stats.fallback is None
-        assert gap(fused.logits, reference_logits(str(folder), fused.layout.ids)) < EXACT
-        partial = prefilled(engine, rag_prompt(texts), "epic", 0.2).stats
-        assert partial.recomputed_tokens == round(0.2 * partial.chunk_tokens)
+@pytest.mark.long
+def test_eighty_chunks(tiny_models: Models) -> None:
+    texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(80)]
+    folder = Path(tiny_models["llama"]).parent / "llama-long"
+    if not folder.exists():
+        build_model(folder, LLAMA, context=8192)
+    engine = CacheClipEngine(primary=str(folder), auxiliary=None, method="epic", chunk_context="prefix")
+    engine.precompute(texts)
+    fused = prefilled(engine, rag_prompt(texts), "epic", 1.0)
+    assert fused.stats.hits == 80 and fused.stats.fallback is None
+    assert gap(fused.logits, reference_logits(str(folder), fused.layout.ids)) < EXACT
+    partial = prefilled(engine, rag_prompt(texts), "epic", 0.2).stats
+    assert partial.recomputed_tokens == round(0.2 * partial.chunk_tokens)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -55,19 +56,19 @@ def pieces_of(runtime: Any, codec: str, seed: int) -> list[tuple[int, KV]]:
     return found
 
 
-def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], positions: torch.Tensor | None = None) -> Any:
+def cache_of(
+    runtime: Any, pieces: Sequence[tuple[int, KV]], positions: torch.Tensor | None = None, *, together: bool
+) -> Any:
     cache = runtime.new_cache(CAPACITY)
     cache.positions = positions
-    for start, kv in pieces:
+    if together:
+        cache.fill_all(iter(pieces))
+    for start, kv in () if together else pieces:
         cache.fill(kv, slot=start, position=start if positions is None else int(positions[start]))
     return cache
 
 
-def together(runtime: Any, pieces: Sequence[tuple[int, KV]], positions: torch.Tensor | None = None) -> Any:
-    cache = runtime.new_cache(CAPACITY)
-    cache.positions = positions
-    cache.fill_all(iter(pieces))
-    return cache
+together, one_by_one = partial(cache_of, together=True), partial(cache_of, together=False)
 
 
 def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> None:
@@ -162,13 +163,12 @@ class TestAssemble:
         plain = together(runtime, pieces)
         assert gap(plain.layers[0].keys[..., 120:150, :], found.layers[0].keys[..., 120:150, :]) > 1e-2
 
-    def test_pieces_out_of_order(self, tiny_models: dict[str, str]) -> None:
-        kv = random_kv(load_model(tiny_models["llama"]), 5, 0)
+    def test_pieces_out_of_order_and_nothing(self, tiny_models: dict[str, str]) -> None:
+        runtime = load_model(tiny_models["llama"])
+        kv = random_kv(runtime, 5, 0)
         with pytest.raises(AssertionError, match="in order"):
             list(join([(10, kv), (3, kv)]))
-
-    def test_nothing(self, tiny_models: dict[str, str]) -> None:
-        assert together(load_model(tiny_models["llama"]), []).get_seq_length() == 0
+        assert together(runtime, []).get_seq_length() == 0
 
 
 class TestScores:

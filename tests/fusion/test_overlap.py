@@ -28,7 +28,7 @@ from cacheclip_rag.store import (
     ahead as module,
 )
 from cacheclip_rag.store.codecs import Frame
-from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, rag_prompt, some_of
+from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, rag_prompt, raising, some_of
 from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "anchored", "epic", "direct", "query_attention", "block")
@@ -58,25 +58,13 @@ class Slow:
 
     def hold(self) -> threading.Event:
         """Hold every read behind a header until the event is set."""
-        given = threading.Event()
-
-        def wait(_: str, start: int, __: int) -> None:
-            if start:
-                given.wait(20)
-
-        self.hook = wait
-        return given
+        released = threading.Event()
+        self.hook = lambda _, start, __: start and released.wait(20)
+        return released
 
     def ask(self, method: str = "cacheclip", prompt: str = PROMPT, ratio: float = 0.3) -> Any:
         self.reads.clear()
-        made = preset(method)
-        made = made.at(ratio) if made.has_ratio else made
-        self.engine.precompute(CHUNKS)
-        if made.context is not None:
-            self.engine._writer.precompute(CHUNKS, made.context)
-        self.reads.clear()
-        with torch.inference_mode():
-            return self.engine.prefill(prompt, SamplingParams(max_tokens=1), method=made)
+        return answered(self.engine, method, prompt, ratio, self.reads.clear)
 
     def keys(self, role: str, method: str = "cacheclip") -> list[str]:
         """Keys of the chunks in the order in which they are read."""
@@ -132,20 +120,28 @@ def slow(models: tuple[str, str], tmp_path: Path) -> Slow:
     return Slow(tmp_path / "store", models)
 
 
+def answered(
+    engine: Any, method: str, prompt: str, ratio: float = 0.3, stored: Callable[[], Any] = lambda: None
+) -> Any:
+    """Prefill of a prompt by a method whose chunks are stored before."""
+    made = at_ratio(method, ratio)
+    engine.precompute(CHUNKS)
+    if made.context is not None:
+        engine._writer.precompute(CHUNKS, made.context)
+    stored()
+    with torch.inference_mode():
+        return engine.prefill(prompt, SamplingParams(max_tokens=1), method=made)
+
+
+def at_ratio(name: str, ratio: float = 0.3) -> Any:
+    method = preset(name)
+    return method.at(ratio) if method.has_ratio else method
+
+
 def in_memory(models: tuple[str, str], **options: Any) -> Any:
     """The same engine on a store in memory, which reads everything at once and uses no thread."""
     engine = make_engine(*models, prefix_cache_bytes=0, method="cacheclip", **options)
-
-    def ask(method: str, prompt: str = PROMPT, chunks: Any = CHUNKS, ratio: float = 0.3) -> Any:
-        made = preset(method)
-        made = made.at(ratio) if made.has_ratio else made
-        engine.precompute(chunks)
-        if made.context is not None:
-            engine._writer.precompute(chunks, made.context)
-        with torch.inference_mode():
-            return engine.prefill(prompt, SamplingParams(max_tokens=1), method=made)
-
-    return ask
+    return lambda method, prompt=PROMPT: answered(engine, method, prompt)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -196,21 +192,14 @@ class TestDelays:
     def test_layers_run_before_the_last_one_is_read(self, slow: Slow) -> None:
         """The last layer of the primary is read only when its first one has run."""
         slow.ask()
-        last = self.last_layer_of(slow, slow.keys("primary")[-1])
-        has_run = threading.Event()
+        key = slow.keys("primary")[-1]
+        frame = Frame.parse(slow.disk.get_many([key])[key], key)
+        last = key, frame.start + (frame.shape[0] - 1) * frame.layer_size
+        has_run, waited = threading.Event(), list[bool]()
         layer = slow.engine.primary.model.base_model.layers[0]  # type: ignore[attr-defined]
-        handle = layer.register_forward_hook(lambda *_: has_run.set())
-        waited: list[bool] = []
-
-        def hook(key: str, start: int, num_bytes: int) -> None:
-            if (key, start) == last:
-                waited.append(has_run.wait(20))
-
-        slow.hook = hook
-        try:
+        slow.hook = lambda key, start, _: (key, start) != last or waited.append(has_run.wait(20))
+        with layer.register_forward_hook(lambda *_: has_run.set()):
             slow.ask()
-        finally:
-            handle.remove()
         assert waited == [True]
 
     def test_the_primary_is_read_after_the_auxiliary_and_while_it_scores(self, slow: Slow) -> None:
@@ -223,29 +212,17 @@ class TestDelays:
 
     @pytest.mark.parametrize(("ratio", "is_used"), [(0.0, False), (0.3, True)])
     def test_at_ratio_0_the_auxiliary_is_neither_read_nor_run(self, slow: Slow, ratio: float, is_used: bool) -> None:
-        """As the controller predicts it."""
+        """As the controller predicts it. Else it is read up to its last scored layer."""
         slow.ask()
-        ran: list[Any] = []
-        embeddings = slow.engine.parts.models.auxiliary_caches.runtime.model.get_input_embeddings()
-        hook = embeddings.register_forward_hook(lambda *passed: ran.append(1))
-        try:
+        ran, runtime = list[Any](), slow.engine.parts.models.auxiliary_caches.runtime
+        with runtime.model.get_input_embeddings().register_forward_hook(lambda *passed: ran.append(1)):
             slow.ask(ratio=ratio)
-        finally:
-            hook.remove()
-        read = {key for key, *_ in slow.reads}
-        assert read >= set(slow.keys("primary")[1:])
-        assert bool(read & set(slow.keys("auxiliary"))) is is_used
-        assert bool(ran) is is_used
-
-    def test_the_auxiliary_is_read_up_to_its_last_scored_layer(self, slow: Slow) -> None:
-        slow.ask()
-        key = slow.keys("auxiliary")[0]
-        kv_sources = slow.engine.parts.kv_sources(preset("cacheclip"))
-        assert kv_sources.auxiliary is not None
-        heads = kv_sources.auxiliary.heads
-        layers = slow.engine.parts.models.auxiliary_caches.runtime.num_layers
-        used = layers if heads is None else max(heads.layers) + 1
-        assert sum(1 for each, *_ in slow.reads if each == key) == used
+        read, auxiliary = [key for key, *_ in slow.reads], slow.keys("auxiliary")
+        assert {*read} >= {*slow.keys("primary")[1:]}
+        assert bool({*read} & {*auxiliary}) is bool(ran) is is_used
+        heads = slow.engine.parts.kv_sources(preset("cacheclip")).auxiliary.heads  # type: ignore[union-attr]
+        layers = runtime.num_layers if heads is None else max(heads.layers) + 1
+        assert read.count(auxiliary[0]) == layers * is_used
 
     def test_waiting_counts_as_reading_and_phases_add_up(self, slow: Slow) -> None:
         slow.hook = lambda *_: time.sleep(0.02)
@@ -253,7 +230,7 @@ class TestDelays:
         assert stats.phases_s["read"] > 0.1 and min(stats.phases_s.values()) > -1e-3
         assert sum(stats.phases_s.values()) <= stats.ttft_s + 1e-3
 
-    def test_what_is_in_memory_needs_no_thread(
+    def test_what_memory_holds_needs_no_thread(
         self, models: tuple[str, str], tmp_path: Path, monkeypatch: Patch
     ) -> None:
         slow = Slow(tmp_path / "store", models, memory=1 << 26)
@@ -264,11 +241,6 @@ class TestDelays:
         monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
         assert_same(slow.ask(), expected)
         assert not slow.reads
-
-    @staticmethod
-    def last_layer_of(slow: Slow, key: str) -> tuple[str, int]:
-        frame = Frame.parse(slow.disk.get_many([key])[key], key)
-        return key, frame.start + (frame.shape[0] - 1) * frame.layer_size
 
 
 def damage(slow: Slow, key: str, layer: int) -> None:
@@ -305,10 +277,8 @@ class TestFailures:
 
     @staticmethod
     def asked(slow: Slow, method: str) -> Any:
-        made = preset(method)
-        made = made.at(0.3) if made.has_ratio else made
         with torch.inference_mode():
-            return slow.engine.prefill(PROMPT, SamplingParams(max_tokens=1), method=made)
+            return slow.engine.prefill(PROMPT, SamplingParams(max_tokens=1), method=at_ratio(method))
 
     @staticmethod
     def restore(slow: Slow, key: str, data: bytes) -> None:
@@ -373,11 +343,7 @@ class TestFailures:
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
     def test_an_error_in_the_thread_reaches_the_caller(self, slow: Slow, method: str) -> None:
         slow.ask(method)
-
-        def hook(key: str, start: int, num_bytes: int) -> None:
-            raise ZeroDivisionError("a bug of the backend")
-
-        slow.hook = hook
+        slow.hook = raising(ZeroDivisionError("a bug of the backend"))
         with pytest.raises(ZeroDivisionError, match="a bug of the backend"):
             self.asked(slow, method)
 
@@ -387,24 +353,22 @@ class TestFailures:
     def test_threads_that_cannot_start(self, slow: Slow, monkeypatch: Patch, method: str, allowed: int) -> None:
         """With ``cacheclip``, the auxiliary's thread starts the primary's, after the last layer was waited for."""
         slow.ask(method)
-        left = no_threads(monkeypatch, after=allowed)
-        found: list[Any] = []
+        left, errors = no_threads(monkeypatch, after=allowed), list[Any]()
 
         def ask() -> None:
             try:
                 self.asked(slow, method)
+                errors.append(None)
             except RuntimeError as error:
-                found.append(error)
-            else:
-                found.append(None)
+                errors.append(error)
 
         asking = RealThread(target=ask, daemon=True)
         asking.begin()
         asking.join(60)
-        assert found, "the request waits for ever"
+        assert errors, "the request waits for ever"
         assert left() < 0 or allowed, "a thread was asked for"
         if left() < 0:
-            assert "can't start new thread" in str(found[0])
+            assert "can't start new thread" in str(errors[0])
 
     @pytest.mark.parametrize("where", ["select", "recompute"])
     def test_a_request_that_ends_early(self, slow: Slow, monkeypatch: Patch, where: str) -> None:
@@ -412,8 +376,7 @@ class TestFailures:
         slow.ask()
         slow.hook = lambda *_: time.sleep(0.01)
 
-        def interrupt(*args: Any, **options: Any) -> Any:
-            raise KeyboardInterrupt
+        interrupt = raising(KeyboardInterrupt())
 
         if where == "select":
             monkeypatch.setattr(type(preset("cacheclip")), "score", interrupt)
@@ -428,40 +391,32 @@ class TestFailures:
 
 
 class TestReadAhead:
-    def test_nothing_to_read(self, slow: Slow) -> None:
-        with ReadAhead(slow.engine.store, []) as reading:
-            reading.wait(5)
-
-    def test_a_missing_key(self, slow: Slow) -> None:
+    def test_a_missing_key_and_nothing_to_read(self, slow: Slow) -> None:
         slow.ask()
         keys = ["0" * 64, slow.keys("primary")[0]]
         with ReadAhead(slow.engine.store, keys) as reading:
-            found = reading.kv(1)
-            assert reading.kv(0) is None and found is not None
-            reading.wait(found.shape[0] - 1)
+            kv = reading.kv(1)
+            assert reading.kv(0) is None and kv is not None
+            reading.wait(kv.shape[0] - 1)
             expected = slow.engine.store.get(keys[1])
-            assert expected is not None and torch.equal(found.tensor(), expected.tensor())
-
-    def test_another_tenants_payload_is_missing(self, slow: Slow) -> None:
-        slow.ask()
-        with ReadAhead(TenantStore(slow.store, "other"), slow.keys("primary")[:1]) as reading:
-            assert reading.kv(0) is None
-
-    def test_closed_before_it_began(self, slow: Slow) -> None:
-        slow.ask()
+            assert expected is not None and torch.equal(kv.tensor(), expected.tensor())
+        with ReadAhead(TenantStore(slow.store, "other"), keys[1:]) as reading:
+            assert reading.kv(0) is None, "it is another tenant's"
+        with ReadAhead(slow.engine.store, []) as reading:
+            reading.wait(5)
         slow.reads.clear()
         with ReadAhead(slow.engine.store, slow.keys("primary")):
             pass
-        assert not slow.reads
+        assert not slow.reads, "closed before it began"
 
     def test_it_says_when_given_kv_is_stale(self, slow: Slow) -> None:
         slow.ask()
         key = slow.keys("primary")[0]
         damage(slow, key, 1)
-        given = slow.hold()
+        released = slow.hold()
         with ReadAhead(slow.engine.store, [key]) as reading:
             first = reading.kv(0)
-            given.set()
+            released.set()
             with pytest.raises(ReadAgain):
                 reading.wait(10**6)
             assert first is not None and reading.kv(0) is None

@@ -17,6 +17,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import choose_rows, known_kv
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
+from cacheclip_rag.store import part_of
 from tests.conftest import QUESTION, SENTENCES, Models, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
 from tests.store.test_folding import FORMS as FORMS_OF_TEXTS, LANGUAGES
@@ -24,9 +25,7 @@ from tests.store.test_folding import FORMS as FORMS_OF_TEXTS, LANGUAGES
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [" ".join(SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)) for first in range(4)]
 LINES = [
-    "\n\n".join(
-        ("\n".join(textwrap.wrap(" ".join(each[:3]), 72)), "\n".join(f"  - {sentence}" for sentence in each[3:]))
-    )
+    "\n".join((*textwrap.wrap(" ".join(each[:3]), 72), "", *(f"  - {sentence}" for sentence in each[3:])))
     for each in ([SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)] for first in range(4))
 ]
 """The same sentences as documents have them: lines of 72 characters, and a list."""
@@ -75,6 +74,13 @@ def polyglot(tiny_models: Models) -> CacheClipEngine:
     return engine
 
 
+IN_FORMS = {
+    **{"English": "JSON", "apostrophes": "SQL", "French": "typed signs", "Vietnamese": "decomposed", "Korean": "JSON"},
+    **{"Japanese": "bytes of Python", "Hindi": "variation selectors", "Hebrew": "a URL", "emoji": "HTML twice"},
+    "signs": "composed",
+}
+
+
 class TestReuse:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("name", FORMATS)
@@ -114,22 +120,8 @@ class TestReuse:
         assert stats.recomputed_tokens == plan.budget_tokens
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        ("language", "form"),
-        [
-            ("English", "JSON"),
-            ("apostrophes", "SQL"),
-            ("French", "typed signs"),
-            ("Vietnamese", "decomposed"),
-            ("Korean", "JSON"),
-            ("Japanese", "bytes of Python"),
-            ("Hindi", "variation selectors"),
-            ("Hebrew", "a URL"),
-            ("emoji", "HTML twice"),
-            ("signs", "composed"),
-        ],
-    )
-    def test_a_text_in_another_form_is_reused_or_counted(
+    @pytest.mark.parametrize(("language", "form"), IN_FORMS.items())
+    def test_texts_in_other_forms_are_reused_or_counted(
         self, polyglot: CacheClipEngine, language: str, form: str
     ) -> None:
         """Whichever tokens are alike: most of the text is reused, or it is a miss with all of its tokens."""
@@ -216,21 +208,18 @@ class TestGivenTexts:
         assert (stats.hits, stats.misses, stats.not_found) == (1, 0, 0)
         assert not engine.is_stored(self.WINDOW)
 
-    def test_over_two_stored_chunks(self, engine: CacheClipEngine) -> None:
+    def test_over_two_stored_chunks_rewritten_or_of_stored_sentences(self, engine: CacheClipEngine) -> None:
         engine.precompute([self.OTHERS])
-        window = f"{self.LONG[-200:].strip()} {self.OTHERS[:200].strip()}"
-        plan = engine.plan(f"Read.\n\n{window}\n\n{QUESTION}", documents=[window])
-        assert {span.whole for span in plan.reused} == {self.LONG, self.OTHERS} and plan.not_found == 0
-
-    def test_rewritten_on_its_way(self, engine: CacheClipEngine) -> None:
-        plan = engine.plan(f"Read.\n\n{json.dumps([self.WINDOW])}\n\n{QUESTION}", documents=[self.WINDOW])
-        assert {span.whole for span in plan.reused} == {self.LONG} and plan.not_found == 0
-
-    def test_of_stored_sentences(self, engine: CacheClipEngine) -> None:
-        sentences = SENTENCES[5:]
-        engine.precompute(sentences)
-        joined = " ".join(sentences)
-        plan = engine.plan(f"Read.\n\n{joined}\n\n{QUESTION}", documents=[joined])
+        both = f"{self.LONG[-200:].strip()} {self.OTHERS[:200].strip()}"
+        for text, shown, chunks in (
+            (both, both, {self.LONG, self.OTHERS}),
+            (self.WINDOW, json.dumps([self.WINDOW]), {self.LONG}),
+        ):
+            plan = engine.plan(f"Read.\n\n{shown}\n\n{QUESTION}", documents=[text])
+            assert {span.whole for span in plan.reused} == chunks and plan.not_found == 0
+        engine.release([self.OTHERS])
+        engine.precompute(sentences := SENTENCES[5:])
+        plan = engine.plan(f"Read.\n\n{self.OTHERS}\n\n{QUESTION}", documents=[self.OTHERS])
         assert [span.whole for span in plan.reused] == sentences
 
     def test_half_known_it_is_one_chunk(self, engine: CacheClipEngine) -> None:
@@ -241,12 +230,10 @@ class TestGivenTexts:
         assert [span.whole for span in engine.plan(prompt).reused] == [half]
 
     def test_neither_stored_nor_covered(self, engine: CacheClipEngine) -> None:
-        given = [self.OTHERS, "Nowhere in the prompt, of some length."]
-        plan = engine.plan(f"Read.\n\n{self.OTHERS}\n\n{QUESTION}", documents=given)
+        nowhere = [self.OTHERS, "Nowhere in the prompt, of some length."]
+        plan = engine.plan(f"Read.\n\n{self.OTHERS}\n\n{QUESTION}", documents=nowhere)
         assert (plan.missing_texts, plan.not_found) == ((self.OTHERS,), 1)
-
-    def test_methods_that_need_whole_chunks_store_it(self, engine: CacheClipEngine) -> None:
-        method = preset("block")
+        method = preset("block")  # needs whole chunks
         engine.precompute([self.LONG], method=method)
         plan = engine.plan(f"Read.\n\n{self.WINDOW}\n\n{QUESTION}", documents=[self.WINDOW], method=method)
         assert plan.missing_texts == (self.WINDOW,)
@@ -293,18 +280,14 @@ class TestKV:
     def test_every_codec_gives_parts(self, kind: str, codec: str, tiny_models: Models) -> None:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], codec=codec)
         engine.precompute(TEXTS)
-        layout = engine.plan(self.PROMPT).layout
         caches = engine.parts.models.caches_after_prefix
-        [span] = [span for span in layout.chunks if span.whole == TEXTS[2]]
-        kv = caches.read(span.whole)
+        [span] = [span for span in engine.plan(self.PROMPT).layout.chunks if span.whole == TEXTS[2]]
+        kv, expected = caches.read(span.whole), stored_kv(caches, span)
         assert kv is not None
-        from cacheclip_rag.store import part_of
-
-        part = part_of(kv, span.first, span.first + len(span.tokens))
-        assert part.shape == stored_kv(caches, span).shape
-        assert torch.equal(part.tensor(), stored_kv(caches, span))  # type: ignore[union-attr]
-        again = part_of(part, 3, 9)
-        assert torch.equal(again.tensor(), stored_kv(caches, span)[:, :, :, 3:9])  # type: ignore[union-attr]
+        part: Any = part_of(kv, span.first, span.first + len(span.tokens))
+        again: Any = part_of(part, 3, 9)
+        assert part.shape == expected.shape and torch.equal(part.tensor(), expected)
+        assert torch.equal(again.tensor(), expected[:, :, :, 3:9])
 
 
 class TestTokenIds:
@@ -319,7 +302,7 @@ class TestTokenIds:
     )
 
     @pytest.mark.parametrize("messages", MESSAGES)
-    def test_they_are_those_of_transformers(
+    def test_are_transformers_own(
         self, engine: CacheClipEngine, tiny_models: Models, messages: list[dict[str, str]]
     ) -> None:
         engine.precompute(TEXTS)
@@ -366,10 +349,7 @@ def altered(rng: random.Random, texts: list[str]) -> str:
         text = text[start : start + rng.randint(1, 600)]
         for _ in range(rng.choice((0, 0, 1, 3))):
             at = rng.randrange(len(text) + 1)
-            text = (
-                text[:at]
-                + rng.choice(("", " ", "\n", "é", "漢", "<|im_end|>", '"', "x"))
-                + text[at + rng.randint(0, 3) :]
-            )
+            inserted = rng.choice(("", " ", "\n", "é", "漢", "<|im_end|>", '"', "x"))
+            text = text[:at] + inserted + text[at + rng.randint(0, 3) :]
         pieces.append(rng.choice((str, json.dumps, str.upper, lambda t: t.replace(" ", "\n> ", 3)))(text))
     return rng.choice((" ", "", "\n\n", "\n> ")).join(pieces) + rng.choice(("", f"\n\n{QUESTION}"))

@@ -41,14 +41,9 @@ def stored(primary: str, auxiliary: str, method: str, dtype: str = "float32") ->
 def test_they_are_made_once(primary: str, tiny_models: Models, method: str) -> None:
     engine = stored(primary, tiny_models["auxiliary"], method)
     runtime = engine.primary
-    made: list[int] = []
-    watch = runtime.model.base_model.rotary_emb.register_forward_hook(
-        lambda _, args, found: made.append(len(found[0][0]))
-    )
-    try:
+    made, rotary = list[int](), runtime.model.base_model.rotary_emb
+    with rotary.register_forward_hook(lambda _, args, tables: made.append(len(tables[0][0]))):
         layout = prefilled(engine, method).layout
-    finally:
-        watch.remove()
     kinds = len({*runtime.rotary.readings} - {None})
     # each pass still asks for the position of its last row, with old transformers more than once
     assert made[:kinds] == [layout.num_tokens] * kinds

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,8 @@ from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
-PROMISE = Guarantee(
-    0.1,
-    0.95,
-    100,
-    (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6)),
-    (900, 1200),
-    (5, 5),
-    (2, 32),
-)
+GATES = (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6))
+PROMISE = Guarantee(0.1, 0.95, 100, GATES, (900, 1200), (5, 5), (2, 32))
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +37,13 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 @pytest.fixture
 def make(tiny_models: Models) -> Make:
-    def build(**options: Any) -> CacheClipEngine:
-        return CacheClipEngine(
-            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
-        )
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+
+    def build(*, stored: Sequence[str] = (), **options: Any) -> CacheClipEngine:
+        engine = CacheClipEngine(**{**models, **CACHECLIP, **options})
+        if stored:
+            engine.precompute(stored)
+        return engine
 
     return build
 
@@ -57,29 +53,24 @@ def certificate_for(engine: CacheClipEngine, **changes: Any) -> Verdicts:
 
 
 class TestFile:
-    def test_round_trip(self, make: Make, home: Path) -> None:
-        made = certificate_for(make())
+    @pytest.mark.parametrize("guarantee", [None, PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
+    def test_round_trip(self, make: Make, home: Path, guarantee: Guarantee | None) -> None:
+        made = certificate_for(make(), **({"guarantee": guarantee} if guarantee else {}))
         path = save(made)
         assert path.parent == home / "certificates"
         assert find_certificate(made.identity) == (made, "")
         assert json.loads(path.read_text())["identity"]["method"] == "cacheclip"
 
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda text: text[: len(text) // 2],
-            lambda text: "",
-            lambda text: "[]",
-            lambda text: text.replace('"not faithful"', '"faithful"', 1),
-            lambda text: text.replace('"format": 5', '"format": 4'),
-        ],
-    )
-    def test_damaged_is_none(self, make: Make, damage: Callable[[str], str]) -> None:
+    def test_damaged_is_none(self, make: Make) -> None:
         made = certificate_for(make())
         path = save(made)
-        path.write_text(damage(path.read_text()))
-        found, why = find_certificate(made.identity)
-        assert found is None and "damaged" in why and str(path) in why
+        text = path.read_text()
+        verdict, version = text.replace('"not faithful"', '"faithful"', 1), text.replace('"format": 5', '"format": 4')
+        assert len({text, verdict, version}) == 3
+        for damaged in (text[: len(text) // 2], "", "[]", verdict, version):
+            path.write_text(damaged)
+            found, why = find_certificate(made.identity)
+            assert found is None and "damaged" in why and str(path) in why, damaged[:40]
 
     @pytest.mark.some(4)
     @pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
@@ -203,12 +194,6 @@ class TestGate:
         save(certificate_for(engine, guarantee=PROMISE))
         assert engine.make_method("cacheclip").min_confidence == 0.4, "a later certificate is found"
 
-    @pytest.mark.parametrize("guarantee", [PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
-    def test_a_promise_is_read_as_it_was_written(self, make: Make, guarantee: Guarantee) -> None:
-        made = certificate_for(make(), guarantee=guarantee)
-        save(made)
-        assert find_certificate(made.identity)[0] == made
-
     @pytest.mark.parametrize("value", ["most", 1.5, -0.1, True])
     def test_nothing_else_is_taken(self, value: object) -> None:
         with pytest.raises(ConfigurationError, match="min_confidence must be a probability, 0 to 1, or 'auto'"):
@@ -222,13 +207,12 @@ class Mine(Recompute):
     notes: Any = field(default_factory=lambda: [Path("x")])
 
 
+PARTS = AuxiliaryAttention(), Budget(chunk_starts=0.5)
+
+
 class TestEngine:
     def test_without_it_warns_once_in_one_line_and_tells_the_command(
-        self,
-        make: Make,
-        chunks: list[str],
-        caplog: Logs,
-        tiny_models: Models,
+        self, make: Make, chunks: list[str], caplog: Logs, tiny_models: Models
     ) -> None:
         """A line for whoever runs a demo; the whole command is in the log, one level below."""
         caplog.set_level(logging.INFO, "cacheclip_rag.guards.certificate")
@@ -245,39 +229,37 @@ class TestEngine:
         options = "--method cacheclip --ratio 0.2 --dtype float32 --device cpu"
         assert f"{command} {options} (and --settings FILE" in information[0]
 
-    def test_with_it_is_silent(self, make: Make, chunks: list[str], caplog: Logs) -> None:
-        engine = make(require_certificate=True)
-        engine.precompute(chunks)
-        save(certificate_for(engine))
-        engine.generate(rag_prompt(chunks), ONE)
-        engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
-        assert "certificate" not in caplog.text
-
-    def test_required(self, make: Make, chunks: list[str]) -> None:
-        engine = make(require_certificate=True)
-        engine.precompute(chunks)
+    def test_required(self, make: Make, chunks: list[str], caplog: Logs) -> None:
+        engine = make(stored=chunks, require_certificate=True)
         with pytest.raises(CertificateError, match="cacheclip certify") as error:
             engine.generate(rag_prompt(chunks), ONE)
         assert isinstance(error.value, ModelError)
         engine.generate(rag_prompt(chunks), ONE, method="full")  # reuses nothing: needs none
         save(certificate_for(engine))
         engine.generate(rag_prompt(chunks), ONE)
+        engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
+        assert "certificate" not in caplog.text, "with it is silent"
+
+    def test_quick_is_not_enough_where_one_is_required(self, make: Make, chunks: list[str], caplog: Logs) -> None:
+        engine, strict = make(stored=chunks), make(stored=chunks, require_certificate=True)
+        save(certificate_for(engine, quick=True))
+        engine.generate(rag_prompt(chunks), ONE)
+        assert "certificate" not in caplog.text
+        with pytest.raises(CertificateError, match="quick certificate"):
+            strict.generate(rag_prompt(chunks), ONE)
+        strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there
 
     @pytest.mark.parametrize(
         ("options", "match"),
         [
             ({"recompute_ratio": 0.1}, r"says 'not faithful' at recompute ratio 0\.1"),
             ({"method": "direct"}, "method 'direct'"),
-            (
-                {"method": Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip")},
-                r"evaluation\.certify.*method=Mine",
-            ),
+            ({"method": Mine(*PARTS, 0.5, name="cacheclip")}, r"evaluation\.certify.*method=Mine"),
         ],
         ids=["ratio", "method", "class"],
     )
     def test_of_something_else(self, make: Make, chunks: list[str], options: dict[str, Any], match: str) -> None:
-        engine = make(require_certificate=True)
-        engine.precompute(chunks)
+        engine = make(stored=chunks, require_certificate=True)
         save(certificate_for(engine))
         with pytest.raises(CertificateError, match=match):
             engine.generate(rag_prompt(chunks), ONE, **options)
@@ -288,14 +270,3 @@ class TestEngine:
         assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
         with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
-
-    def test_quick_is_not_enough_where_one_is_required(self, make: Make, chunks: list[str], caplog: Logs) -> None:
-        engine, strict = make(), make(require_certificate=True)
-        for each in (engine, strict):
-            each.precompute(chunks)
-        save(certificate_for(engine, quick=True))
-        engine.generate(rag_prompt(chunks), ONE)
-        assert "certificate" not in caplog.text
-        with pytest.raises(CertificateError, match="quick certificate"):
-            strict.generate(rag_prompt(chunks), ONE)
-        strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there

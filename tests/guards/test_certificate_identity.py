@@ -73,11 +73,15 @@ class TestSettings:
             found.append(identity(make(primary=str(folder))))
         assert changed(*found) == {"primary_eos_ids"}
 
-    def test_every_setting_is_told_of(self) -> None:
-        """A new one is part of the identity, unless it is named with a reason."""
-        names = {field.name for field in fields(EngineConfig)}
-        assert not TOLD_OTHERWISE & {*CHANGES_NO_ANSWER} and {*TOLD_OTHERWISE, *CHANGES_NO_ANSWER} < names
+    def test_every_setting_and_every_option_of_a_call_is_told_of(self) -> None:
+        """A new setting is part of the identity, unless it is named with a reason. An option is a setting,
+        or part of the prompt, or changes no answer. Figures are of the prompt as asked, greedily; what else can change
+        an answer must be a setting or one of the method's."""
+        settings, options = ({field.name for field in fields(kind)} for kind in (EngineConfig, CallOptions))
+        assert not TOLD_OTHERWISE & {*CHANGES_NO_ANSWER} and {*TOLD_OTHERWISE, *CHANGES_NO_ANSWER} < settings
         assert all(CHANGES_NO_ANSWER.values())
+        of_the_prompt, only_record = "params question documents tools chat_template_kwargs", "logprobs trace"
+        assert options - settings == {*of_the_prompt.split(), *only_record.split()}, "a setting, or changes no answer?"
 
     def test_a_setting_that_is_added_is_part_of_it(self, make: Make) -> None:
         @dataclass(frozen=True, slots=True)
@@ -96,15 +100,6 @@ class TestSettings:
         assert differences(found(1).of_engine, found(2).of_engine) == {"added": "1"}
         assert differences(identity(engine).of_engine, found(2).of_engine) == {"added": "not recorded"}
 
-    def test_every_option_of_a_call(self) -> None:
-        """An option is a setting of the engine, or part of the prompt, or changes no answer. Figures are of the prompt
-        as it was asked, greedily; what else can change an answer must be a setting or one of the method's."""
-        of_the_prompt = {"params", "question", "documents", "tools", "chat_template_kwargs"}
-        only_record = {"logprobs", "trace"}
-        settings = {field.name for field in fields(EngineConfig)}
-        options = {field.name for field in fields(CallOptions)}
-        assert options - settings == of_the_prompt | only_record, "is it a setting, or said to change no answer?"
-
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     def test_kind_of_device(self, make: Make, monkeypatch: Patch, role: str) -> None:
         """Told by where the models are, not by what the settings say: ``auto`` may mean any."""
@@ -116,16 +111,11 @@ class TestSettings:
         assert {after.device, after.auxiliary_device} == {"meta", "cpu"} != {before.device, before.auxiliary_device}
 
     @pytest.mark.parametrize(
-        ("owner", "attribute", "field"),
-        [
-            (transformers, "__version__", "transformers"),
-            (torch, "__version__", "torch"),
-            (identities, "__version__", "cacheclip_rag"),
-        ],
+        ("owner", "field"), [(transformers, "transformers"), (torch, "torch"), (identities, "cacheclip_rag")]
     )
-    def test_versions(self, make: Make, monkeypatch: Patch, owner: Any, attribute: str, field: str) -> None:
+    def test_versions(self, make: Make, monkeypatch: Patch, owner: Any, field: str) -> None:
         before = identity(make())
-        monkeypatch.setattr(owner, attribute, "99.0")
+        monkeypatch.setattr(owner, "__version__", "99.0")
         assert changed(before, identity(make())) == {field}
 
 
@@ -140,15 +130,13 @@ class TestModels:
     @pytest.mark.parametrize("part", ["chat template", "merges"])
     def test_other_tokenizers(self, make: Make, tiny_models: Models, tmp_path: Path, role: str, part: str) -> None:
         """Of the very same weights: what is read differs, and so do the answers."""
-        folder = tmp_path / "other"
-        shutil.copytree(tiny_models["llama" if role == "primary" else "auxiliary"], folder)
+        folder = shutil.copytree(tiny_models["llama" if role == "primary" else "auxiliary"], tmp_path / "other")
+        path = folder / ("chat_template.jinja" if part == "chat template" else "tokenizer.json")
+        text = path.read_text()
         if part == "chat template":
-            path = folder / "chat_template.jinja"
-            path.write_text(path.read_text().replace("<|im_end|>\n", "<|im_end|>\n\n"))
+            path.write_text(text.replace("<|im_end|>\n", "<|im_end|>\n\n"))
         else:
-            path = folder / "tokenizer.json"
-            tokenizer = json.loads(path.read_text())
-            tokenizer["model"]["merges"].pop()
+            (tokenizer := json.loads(text))["model"]["merges"].pop()
             path.write_text(json.dumps(tokenizer))
         assert changed(identity(make()), identity(make(**{role: str(folder)}))) == {f"{role}_tokenizer_sha256"}
 
@@ -161,14 +149,11 @@ class TestModels:
 
     def test_head_sets(self, make: Make) -> None:
         engine = make()
-        before = identity(engine)
-        sha256 = weights_digest(engine.parts.models.auxiliary_caches.runtime.fingerprint)
-        sets = [HeadSet(sha256, ((0, head), (1, 1)), torch.tensor([0.5, 0.5])) for head in (0, 1)]
-        found = []
-        for heads in sets:
-            engine.parts.use_heads(heads)
-            found.append(identity(engine))
-        assert changed(before, found[0]) == changed(*found) == {"auxiliary_heads_sha256"}
+        seen, sha256 = [identity(engine)], weights_digest(engine.parts.models.auxiliary_caches.runtime.fingerprint)
+        for head in (0, 1):
+            engine.parts.use_heads(HeadSet(sha256, ((0, head), (1, 1)), torch.tensor([0.5, 0.5])))
+            seen.append(identity(engine))
+        assert changed(*seen[:2]) == changed(*seen[1:]) == {"auxiliary_heads_sha256"}
         engine.parts.use_heads(None)
         assert identity(engine).auxiliary_heads_sha256 == "none"
 
@@ -199,10 +184,8 @@ def with_leaf(value: Any, path: tuple[str, ...], new: Any) -> Any:
 def another(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
-    if isinstance(value, int):
-        return value + 1
-    if isinstance(value, float):
-        return value / 2 if value else 0.25
+    if isinstance(value, int | float):
+        return value + 1 if isinstance(value, int) else value / 2 or 0.25
     return f"not {value}"
 
 
@@ -222,16 +205,11 @@ class TestMethods:
             seen += 1
         assert seen or name == "direct"
 
-    def test_another_name(self, make: Make) -> None:
-        engine = make()
-        assert "method" in changed(
-            *(identity(engine, engine.make_method(name)) for name in ("epic", "query_attention"))
-        )
-
-    def test_a_class_derived_from_a_method(self, make: Make) -> None:
+    def test_another_name_or_a_class_derived_from_a_method(self, make: Make) -> None:
         """It may do anything under the name and with the settings of the one it comes from."""
         engine = make()
-        method = engine.make_method("epic")
+        method, other = (engine.make_method(name) for name in ("epic", "query_attention"))
+        assert "method" in changed(identity(engine, method), identity(engine, other))
 
         @dataclass(frozen=True, slots=True)
         class Mine(type(method)):  # type: ignore[misc]

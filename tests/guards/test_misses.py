@@ -3,12 +3,11 @@
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from tests.conftest import SENTENCES
+from tests.conftest import SENTENCES, Logs
 
 LONG = " ".join(SENTENCES[:6])
 TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
@@ -64,22 +63,22 @@ class TestStatistics:
         assert caplog.text.count("reuses nothing of this store") == 1
         assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
 
-    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
-        """Nor does it use up the one warning."""
-        said = "reuses nothing of this store"
-        engine.generate("Hello", SamplingParams(max_tokens=1))
-        assert said not in caplog.text
-        engine.generate("Something else altogether, which is new. " * 40, SamplingParams(max_tokens=1))
-        assert caplog.text.count(said) == 1
-
-    def test_what_is_stored_for_other_settings_is(self, engine: CacheClipEngine, caplog: Any) -> None:
+    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: Logs) -> None:
+        """Nor does it use up the one warning, also of what is stored for other settings."""
         other = CacheClipEngine(replace(engine.config, system_prompt="Another system prompt."))
-        other.generate("Hello", SamplingParams(max_tokens=1))
-        other.generate(asked(TEXT), SamplingParams(max_tokens=1))
-        assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
+        for each, text in ((engine, "Something else altogether, which is new. " * 40), (other, asked(TEXT))):
+            caplog.clear()
+            each.generate("Hello", SamplingParams(max_tokens=1))
+            assert "reuses nothing of this store" not in caplog.text
+            each.generate(text, SamplingParams(max_tokens=1))
+            assert caplog.text.count("reuses nothing of this store") == 1
+        assert "1 are for another model" in caplog.text
 
-    def test_an_empty_store_names_what_fills_it(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_empty_store_names_what_fills_it(self, config: EngineConfig, caplog: Logs) -> None:
+        """Unless the answer fills it."""
         long = "Something else altogether, which is new. " * 40
+        filled = CacheClipEngine(replace(config, method="direct", namespace="filled"))
+        filled.generate(asked(LONG), SamplingParams(max_tokens=1), documents=[LONG])
         for method, said in (("full", 0), ("direct", 1)):
             engine = CacheClipEngine(config, method=method)
             for prompt in ("What was logged?", long, long):
@@ -87,8 +86,3 @@ class TestStatistics:
             assert caplog.text.count("nothing is precomputed") == said, method
         for hook in ("CacheClipTransform.from_llm(llm)", "CacheClipVectorStore(store, llm)", "cacheclip ingest"):
             assert hook in caplog.text
-
-    def test_an_empty_store_that_the_answer_fills_is_not(self, config: EngineConfig, caplog: Any) -> None:
-        engine = CacheClipEngine(config, method="direct")
-        engine.generate(asked(LONG), SamplingParams(max_tokens=1), documents=[LONG])
-        assert "nothing is precomputed" not in caplog.text

@@ -4,6 +4,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from cacheclip_rag.measuring import greedy, read_along
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store import TierStats
-from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt, raising
 from tests.guards.test_certificate import certificate_for
 
 PARAMS = SamplingParams(max_tokens=10)
+PROMISE = Guarantee(0.1, 0.95, 100, (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),), None, None, None)
 NOT_GREEDY: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3},
     {"frequency_penalty": 2.0},
@@ -39,19 +41,32 @@ def endless(tiny_models: Models, monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def make(tiny_models: Models) -> Iterator[Make]:
-    engines = []
+    models, engines = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}, list[CacheClipEngine]()
 
     def build(**options: Any) -> CacheClipEngine:
-        engine = CacheClipEngine(
-            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
-        )
+        engines.append(engine := CacheClipEngine(**{**models, **CACHECLIP, **options}))
         engine.precompute(CHUNKS)
-        engines.append(engine)
         return engine
 
     yield build
     for engine in engines:
         engine.close()
+
+
+def asked(engine: CacheClipEngine, *prompts: str, params: SamplingParams = PARAMS, **options: Any) -> dict[str, Any]:
+    """Metrics after these prompts were answered and compared; the usual one by default."""
+    for prompt in prompts or (rag_prompt(CHUNKS),):
+        engine.generate(prompt, params, **options)
+    assert engine.wait_for_observers(30)
+    return engine.metrics.snapshot()
+
+
+def check(values: dict[str, Any], kl: float, agreement: float) -> None:
+    """One comparison, with the figures of a slow one."""
+    assert values["shadow_checks_total"] == 1 and values.get("shadow_skipped_total", 0) == 0
+    assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
+    assert values["shadow_first_token_kl_max"] == values["shadow_first_token_kl_sum"]
+    assert values["shadow_agreement_sum"] == pytest.approx(agreement)
 
 
 def by_hand(engine: CacheClipEngine, answer_ids: tuple[int, ...], method: str, ratio: float) -> tuple[float, float]:
@@ -77,14 +92,8 @@ class TestShadow:
         assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
-        assert values["shadow_checks_total"] == 1
-        assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
-        assert values["shadow_first_token_kl_max"] == values["shadow_first_token_kl_sum"]
-        assert values["shadow_agreement_sum"] == pytest.approx(agreement)
-        if ratio == 1.0:
-            assert agreement == 1.0 and kl < 1e-6
-        else:
-            assert kl > 1e-3
+        check(values, kl, agreement)
+        assert (agreement == 1.0 and kl < 1e-6) if ratio == 1.0 else kl > 1e-3
 
     def test_never_changes_the_answer(self, make: Make) -> None:
         texts = {make(shadow_rate=rate).generate(rag_prompt(CHUNKS), PARAMS).token_ids for rate in (0.0, 1.0)}
@@ -93,62 +102,36 @@ class TestShadow:
     def test_is_in_the_log(self, make: Make, caplog: Logs, monkeypatch: Patch) -> None:
         caplog.set_level(logging.INFO)
         engine = make(shadow_rate=1.0)
-        engine.generate(rag_prompt(CHUNKS), PARAMS)
-        assert engine.wait_for_observers(30)
+        asked(engine)
         [record] = [r for r in caplog.records if r.getMessage().startswith("shadow:")]
         assert "nats" in record.getMessage() and "of 10 tokens agree" in record.getMessage()
         monkeypatch.setattr("cacheclip_rag.guards.shadow._ALARM_KL", 0.0)
-        engine.generate(rag_prompt(CHUNKS), PARAMS)
-        assert engine.wait_for_observers(30)
+        asked(engine)
         assert caplog.records[-1].levelno == logging.WARNING
 
     def test_share(self, make: Make) -> None:
-        """About a third of the answers, and none at rate 0."""
-        engine = make(shadow_rate=0.3, method="direct")
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
-        for _ in range(30):
-            engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
-            assert engine.wait_for_observers(30)
+        """About a third of the answers, and none at rate 0, nor plain ones."""
+        engine, one = make(shadow_rate=0.3, method="direct"), SamplingParams(max_tokens=1)
+        for _ in range(31):
+            asked(engine, params=one)
         assert 1 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 22
-        never = make(shadow_rate=0.0)
-        never.generate(rag_prompt(CHUNKS), PARAMS)
-        assert "shadow_checks_total" not in never.metrics.snapshot()
+        assert "shadow_checks_total" not in asked(make(shadow_rate=0.0))
+        plain = make(shadow_rate=1.0)
+        asked(plain, method="full")
+        assert "shadow_checks_total" not in asked(plain, "No chunk here at all.")
 
-    def test_plain_answers_are_not_compared(self, make: Make) -> None:
+    def test_a_failing_comparison_leaves_the_answer(self, make: Make, monkeypatch: Patch, caplog: Logs) -> None:
         engine = make(shadow_rate=1.0)
-        engine.generate(rag_prompt(CHUNKS), PARAMS, method="full")
-        engine.generate("No chunk here at all.", PARAMS)
-        assert engine.wait_for_observers(30)
-        assert "shadow_checks_total" not in engine.metrics.snapshot()
-
-    def test_a_failing_comparison_leaves_the_answer(
-        self,
-        make: Make,
-        monkeypatch: Patch,
-        caplog: Logs,
-    ) -> None:
-        engine = make(shadow_rate=1.0)
-
-        def fail(*args: object) -> None:
-            raise RuntimeError("out of memory")
-
-        monkeypatch.setattr(ShadowChecker, "_compare", fail)
+        monkeypatch.setattr(ShadowChecker, "_compare", raising(RuntimeError("out of memory")))
         assert len(engine.generate(rag_prompt(CHUNKS), PARAMS).token_ids) == 10
         assert engine.wait_for_observers(10)
-        assert engine.metrics.snapshot()["shadow_skipped_total"] == 1
-        assert "out of memory" in caplog.text
+        assert engine.metrics.snapshot()["shadow_skipped_total"] == 1 and "out of memory" in caplog.text
 
     def test_a_full_queue_skips_and_close_ends_the_thread(self, make: Make, monkeypatch: Patch) -> None:
-        engine = make(shadow_rate=1.0, method="direct")
-        gate = threading.Event()
-
-        def held(*args: object) -> tuple[float, float]:
-            gate.wait(30)
-            return 0.0, 1.0
-
-        monkeypatch.setattr(ShadowChecker, "_compare", held)
+        engine, gate, one = make(shadow_rate=1.0, method="direct"), threading.Event(), SamplingParams(max_tokens=1)
+        monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: gate.wait(30) and (0.0, 1.0))
         for _ in range(12):
-            engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+            engine.generate(rag_prompt(CHUNKS), one)
         assert not engine.wait_for_observers(0.05)
         assert engine.metrics.snapshot()["shadow_skipped_total"] >= 3
         threading.Timer(0.2, gate.set).start()
@@ -156,75 +139,52 @@ class TestShadow:
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("cacheclip-shadow")]
         values = engine.metrics.snapshot()
         assert values["shadow_skipped_total"] + values["shadow_checks_total"] == 12
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))  # and it goes on after close
-        assert engine.wait_for_observers(10)
-        assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
+        assert asked(engine, params=one)["shadow_checks_total"] == values["shadow_checks_total"] + 1, "it goes on"
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("options", NOT_GREEDY)
     def test_sampled_answers_have_no_agreement(self, make: Make, options: dict[str, Any]) -> None:
-        """Even an exact answer's tokens are often not the likeliest: that says nothing."""
-        engine = make(shadow_rate=1.0, recompute_ratio=1.0)
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
-        assert engine.wait_for_observers(30)
-        values = engine.metrics.snapshot()
+        """Even an exact answer's tokens are often not the likeliest: that says nothing. Nor do a completed one's."""
+        engine, params = make(shadow_rate=1.0, recompute_ratio=1.0), SamplingParams(max_tokens=10, **options)
+        values = asked(engine, params=params)
         assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
         assert "shadow_agreement_sum" not in values and "shadow_greedy_checks_total" not in values
-        engine.generate(rag_prompt(CHUNKS), PARAMS)
-        assert engine.wait_for_observers(30)
-        values = engine.metrics.snapshot()
+        values = asked(engine)
         assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
+        values = asked(make(finish="verify", recompute_ratio=0.72), params=params)
+        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 0.1
+        assert "shadow_agreement_sum" not in values
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("rate", [0.0, 1.0])
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 0.72)])
     def test_verified_answers_are_compared_without_a_prefill(
-        self,
-        make: Make,
-        monkeypatch: Patch,
-        method: str,
-        ratio: float,
-        rate: float,
+        self, make: Make, monkeypatch: Patch, method: str, ratio: float, rate: float
     ) -> None:
         """At any rate, once, and with the figures of a slow comparison."""
         engine = make(shadow_rate=rate, finish="verify")
-        engine.generate("Weights are loaded, and the shared prefix is stored.", PARAMS)
-        assert engine.wait_for_observers(30)
-
-        def refuse(*args: object, **options: object) -> None:
-            raise AssertionError("a prefill for the comparison")
-
-        ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
+        asked(engine, "Weights are loaded, and the shared prefix is stored.")
+        ratios, refuse = (
+            {"recompute_ratio": ratio} if method == "cacheclip" else {},
+            raising(AssertionError("a prefill")),
+        )
         with monkeypatch.context() as patch:
-            patch.setattr(type(engine.primary), "prefill", refuse)
-            patch.setattr(type(engine.primary), "prefill_from", refuse)
+            for owner, name in ((type(engine.primary), "prefill"), (type(engine.primary), "prefill_from")):
+                patch.setattr(owner, name, refuse)
             patch.setattr(ShadowChecker, "_compare", refuse)
             answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
             assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         engine.prefixes.clear()
         kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
-        assert values["shadow_checks_total"] == values["shadow_greedy_checks_total"] == 1
-        assert values.get("shadow_skipped_total", 0) == 0
-        assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
-        assert values["shadow_agreement_sum"] == pytest.approx(agreement)
-        assert agreement < 1.0 or ratio == 1.0
+        check(values, kl, agreement)
+        assert values["shadow_greedy_checks_total"] == 1 and (agreement < 1.0 or ratio == 1.0)
 
     def test_a_revised_answer_counts_as_it_was_given(self, make: Make) -> None:
         """Its exact tokens say nothing about the method."""
-        verified, revised = (make(finish=finish, method="direct") for finish in ("verify", "revise"))
-        for engine in (verified, revised):
-            engine.generate(rag_prompt(CHUNKS), PARAMS)
-        expected, found = (engine.metrics.snapshot()["shadow_agreement_sum"] for engine in (verified, revised))
-        assert found == expected < 1.0
-
-    @pytest.mark.parametrize("options", NOT_GREEDY)
-    def test_a_sampled_answer_that_was_completed_has_no_agreement(self, make: Make, options: dict[str, Any]) -> None:
-        engine = make(finish="verify", recompute_ratio=0.72)
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
-        values = engine.metrics.snapshot()
-        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 0.1
-        assert "shadow_agreement_sum" not in values
+        engines = (make(finish=finish, method="direct") for finish in ("verify", "revise"))
+        verified, revised = (asked(engine)["shadow_agreement_sum"] for engine in engines)
+        assert revised == verified < 1.0
 
     @pytest.mark.parametrize(
         "options",
@@ -239,20 +199,22 @@ class TestShadow:
 class TestPromise:
     """What comparisons say about the promise of a certificate."""
 
+    @pytest.fixture
+    def promising(self, make: Make, monkeypatch: Patch, tmp_path: Path) -> Make:
+        """Engines that have one."""
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+
+        def build(**options: Any) -> CacheClipEngine:
+            engine: CacheClipEngine = make(shadow_rate=1.0, **options)
+            save(certificate_for(engine, guarantee=PROMISE))
+            return engine
+
+        return build
+
     @pytest.mark.some(2)
     @pytest.mark.parametrize("requires", [False, True])
-    def test_a_broken_one_is_told_and_if_required_ends_reuse(
-        self,
-        make: Make,
-        monkeypatch: Patch,
-        tmp_path: Path,
-        caplog: Logs,
-        requires: bool,
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-        engine = make(shadow_rate=1.0, require_certificate=requires, prefix_cache_bytes=0)
-        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
+    def test_broken_one_is_told_and_if_required_ends_reuse(self, promising: Make, caplog: Logs, requires: bool) -> None:
+        engine = promising(require_certificate=requires, prefix_cache_bytes=0)
         texts, warned = [], []
         for _ in range(7):
             answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
@@ -273,13 +235,8 @@ class TestPromise:
         assert engine.generate(rag_prompt(CHUNKS), PARAMS, method=other).stats.fallback is None
 
     @pytest.mark.parametrize("least", [0.0, 1.0])
-    def test_answers_below_the_gate_count_as_equal(
-        self, make: Make, monkeypatch: Patch, tmp_path: Path, least: float
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-        engine = make(shadow_rate=1.0)
-        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
+    def test_answers_below_the_gate_count_as_equal(self, promising: Make, least: float) -> None:
+        engine = promising()
         for temperature in (0.0, 1.0):  # of a sampled answer nothing is known
             params = SamplingParams(max_tokens=10, temperature=temperature, seed=0)
             engine.prefixes.clear()
@@ -290,21 +247,9 @@ class TestPromise:
         assert values["gated_total"] == 2 * least and values.get("shadow_checks_total", 0) == 2 * (least == 0.0)
 
     @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
-    def test_one_token_makes_an_answer_differ(
-        self,
-        make: Make,
-        monkeypatch: Patch,
-        tmp_path: Path,
-        agreement: float | None,
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+    def test_one_token_makes_answer_differ(self, promising: Make, monkeypatch: Patch, agreement: float | None) -> None:
         monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: (0.0, agreement))
-        engine = make(shadow_rate=1.0)
-        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        save(certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)))
-        engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
-        assert engine.wait_for_observers(30)
-        values = engine.metrics.snapshot()
+        values = asked(promising(), method="cacheclip")
         assert values.get("promise_checks_total", 0) == (agreement is not None)
         assert values.get("promise_differing_total", 0) == (agreement == 0.9)
 
@@ -312,8 +257,7 @@ class TestPromise:
     @pytest.mark.parametrize("most", [0.02, 0.3])
     def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: Patch) -> None:
         """However long one looks; and a wrong limit is seen."""
-        draw, gates = random.Random(5), (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
-        guarantee, method = Guarantee(most, 0.95, 100, gates, None, None, None), preset("cacheclip")
+        draw, guarantee, method = random.Random(5), replace(PROMISE, most=most), preset("cacheclip")
 
         def alarms(rate: float, streams: int, answers: int = 200) -> float:
             broken = 0
@@ -398,11 +342,9 @@ class TestMetrics:
         assert values["ttft_seconds_sum"] == pytest.approx(first.ttft_s + second.ttft_s)
 
     def test_prometheus_text(self, make: Make) -> None:
-        metrics = Metrics()
-        assert metrics.to_prometheus() == ""
+        assert Metrics().to_prometheus() == ""
         engine = make(shadow_rate=1.0)
-        engine.generate(rag_prompt(CHUNKS), PARAMS)
-        assert engine.wait_for_observers(30)
+        asked(engine)
         lines = engine.metrics.to_prometheus().splitlines()
         assert 'cacheclip_answers_total{method="cacheclip"} 1' in lines
         assert "cacheclip_shadow_checks_total 1" in lines
@@ -412,24 +354,16 @@ class TestMetrics:
 
     def test_from_many_threads(self) -> None:
         metrics = Metrics()
-        threads = [
-            threading.Thread(target=lambda: [metrics.record_shadow(0.5, 1.0) for _ in range(500)]) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert metrics.snapshot()["shadow_checks_total"] == 2000
-        assert metrics.snapshot()["shadow_first_token_kl_sum"] == 1000.0
+        with ThreadPoolExecutor(4) as pool:
+            [*pool.map(lambda _: [metrics.record_shadow(0.5, 1.0) for _ in range(500)], range(4))]
+        values = metrics.snapshot()
+        assert (values["shadow_checks_total"], values["shadow_first_token_kl_sum"]) == (2000, 1000.0)
 
 
-class TestFidelity:
-    @pytest.mark.parametrize("count", [1, 2, 9])
-    def test_reading_along_equals_decoding(self, make: Make, count: int) -> None:
-        engine = make()
-        runtime: Any = engine.primary
-        one: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
-        two: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
-        ids, logits = greedy(runtime, one.cache, one.logits, count)
-        along = read_along(runtime, two.cache, two.logits, ids)
-        assert along.shape == logits.shape and float((along - logits).abs().max()) < 1e-4
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_reading_along_equals_decoding(make: Make, count: int) -> None:
+    engine = make()
+    one, two = (engine.prefill(rag_prompt(CHUNKS), method=preset("direct")) for _ in range(2))
+    ids, logits = greedy(engine.primary, one.cache, one.logits, count)
+    along = read_along(engine.primary, two.cache, two.logits, ids)
+    assert along.shape == logits.shape and float((along - logits).abs().max()) < 1e-4

@@ -8,7 +8,8 @@ import torch
 from cacheclip_rag import ConfigurationError, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS
 from cacheclip_rag.selection.budget import Budget
-from tests.conftest import CHUNKS
+from cacheclip_rag.selection.scorers import QueryAttention
+from tests.conftest import CHUNKS, Patch, spied as spied_calls
 from tests.fusion.cases import EXACT, Case, gap, make_engine
 from tests.methods.spying import made, plain, run, spied
 
@@ -26,12 +27,8 @@ class TestBudget:
         assert sum(int(m.sum()) for m in spy.masks) == budget
         assert each > 0 or ratio == 0.01
 
-    def test_scores_are_spared_where_nothing_is_chosen(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.selection.scorers import QueryAttention
-
-        case, asked = case_of("llama"), []
-        score = QueryAttention.score
-        monkeypatch.setattr(QueryAttention, "score", lambda self, view: asked.append(1) or score(self, view))
+    def test_scores_are_spared_where_nothing_is_chosen(self, case_of: Any, monkeypatch: Patch) -> None:
+        case, asked = case_of("llama"), spied_calls(monkeypatch, QueryAttention, "score")
         for ratio in (0.0, 1.0):
             run(case, "query_attention", ratio)
         assert not asked
@@ -41,9 +38,7 @@ class TestBudget:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"ratio": 1.5}, "recompute_ratio must be between 0"),
-            ({"ratio": True}, "recompute_ratio must be between 0"),
-            ({"ratio": "0.2"}, "recompute_ratio must be between 0"),
+            *(({"ratio": wrong}, "recompute_ratio must be between 0") for wrong in (1.5, True, "0.2")),
             ({"chunk_starts": 1.5}, "chunk_starts must be a share of the budget, 0 to 1, got 1.5"),
             ({"grouping": 8}, "grouping must be a Grouping"),
         ],
@@ -120,9 +115,21 @@ class TestChunkContexts:
         behind_prefix = before.read(chunk.whole)
         assert behind_prefix is not None and gap(stored.tensor(), behind_prefix.tensor()) > 1e-3
 
-    def test_not_where_chunks_are_encoded_apart(self) -> None:
-        with pytest.raises(ConfigurationError, match="'block' encodes chunks without anything before them"):
-            made("block", chunk_context="passages")
+    @pytest.mark.parametrize(
+        ("name", "context", "message"),
+        [
+            ("block", "passages", "'block' encodes chunks without anything before them"),
+            *(("direct", wrong, "chunk_context must be one of prefix, passages") for wrong in ("nothing", "", 3)),
+        ],
+    )
+    def test_an_unknown_context_and_one_where_chunks_are_encoded_apart(
+        self, name: str, context: Any, message: str, tiny_models: dict[str, str]
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            made(name, chunk_context=context)
+        if context != "passages":
+            with pytest.raises(ConfigurationError, match=message):
+                make_engine(tiny_models["llama"], tiny_models["auxiliary"], chunk_context=context)
 
     def test_the_engines_setting_is_the_default_of_all_methods(self, tiny_models: dict[str, str]) -> None:
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"], chunk_context="passages")
@@ -134,10 +141,3 @@ class TestChunkContexts:
         own = made("direct", chunk_context="prefix")
         engine.prefixes.clear()
         assert engine.generate(prompt, SamplingParams(max_tokens=2), method=own).stats.fallback
-
-    @pytest.mark.parametrize("wrong", ["nothing", "", 3])
-    def test_an_unknown_context(self, wrong: Any, tiny_models: dict[str, str]) -> None:
-        with pytest.raises(ConfigurationError, match="chunk_context must be one of prefix, passages"):
-            made("direct", chunk_context=wrong)
-        with pytest.raises(ConfigurationError, match="chunk_context must be one of prefix, passages"):
-            make_engine(tiny_models["llama"], tiny_models["auxiliary"], chunk_context=wrong)

@@ -1,5 +1,6 @@
 """Exact prefix caching: the answer of full prefill, whatever the cache held, and nothing computed twice."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from cacheclip_rag.measuring import FusedCache, greedy, known_kv
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.kv_blocks import KVBlock
-from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, lose, rag_prompt, some_of
+from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, lose, rag_prompt, raising, some_of
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run
 
@@ -50,11 +51,6 @@ def engine(tiny_models: Models, monkeypatch: Patch) -> Any:
 
 def whole_blocks(num_tokens: int) -> int:
     return num_tokens // BLOCK * BLOCK
-
-
-def shared_start(left: list[int], right: list[int]) -> int:
-    """How many leading ids are equal."""
-    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def check_sums(stats: Any) -> None:
@@ -149,10 +145,7 @@ class TestOtherMethodsBehindIt:
         caches = warm.engine.parts.models.caches_after_prefix
         lose(monkeypatch, caches, *(span.whole for span in warm.layout.chunks))
         assert run(warm, "direct").stats.hits == 3
-
-    @few
-    def test_full_neither_reads_nor_fills(self, warm: Case) -> None:
-        assert run(warm, "full").stats.cached_prefix_tokens == 0
+        assert run(warm, "full").stats.cached_prefix_tokens == 0, "full prefill neither reads nor fills"
         warm.engine.prefixes.clear()
         warm.engine.generate(segments_of(warm), ONE, method="full")
         assert warm.engine.prefixes.stats.blocks == 0
@@ -161,19 +154,15 @@ class TestOtherMethodsBehindIt:
     @pytest.mark.parametrize("name", REUSING)
     @pytest.mark.parametrize("primary", ["llama"], indirect=True)
     def test_fused_runs_keep_their_exact_start_alone(self, case: Case, name: str) -> None:
-        method = preset(name)
+        method, prefixes = preset(name), case.engine.prefixes
         for prompt in (segments_of(case), [Fresh("<|im_start|>user\nAnother opening, then: "), *segments_of(case)[1:]]):
-            case.engine.prefixes.clear()
-            layout = (
-                case.engine.generate(prompt, ONE, method=method) and case.engine.prefill(prompt, method=method).layout
-            )
-            known = known_kv(layout, layout.chunks)
-            stale = [span.start for span in layout.chunks if not known.is_exact(span)]
-            kept = case.engine.prefixes.known(layout.ids.tolist())
-            assert kept <= stale[0]
-            full = case.engine.generate(prompt, ONE, method="prefix")
-            assert full.stats.cached_prefix_tokens == kept
-        case.engine.prefixes.clear()
+            prefixes.clear()
+            case.engine.generate(prompt, ONE, method=method)
+            layout = case.engine.prefill(prompt, method=method).layout
+            known, kept = known_kv(layout, layout.chunks), prefixes.known(layout.ids.tolist())
+            assert kept <= next(span.start for span in layout.chunks if not known.is_exact(span))
+            assert case.engine.generate(prompt, ONE, method="prefix").stats.cached_prefix_tokens == kept
+        prefixes.clear()
 
     def test_an_answer_over_exact_chunks_is_kept_too(self, engine: Any) -> None:
         """Nothing in it is approximate: the next turn goes on behind it."""
@@ -218,7 +207,7 @@ class TestConversation:
             answer = engine.generate(segments, SHORT, method="prefix")
             ids = [t for s in segments for t in engine.primary.tokenize(s.text, control=s.control).ids]
             # the generated text need not be cut into the tokens that were generated
-            shared = shared_start(known, ids)
+            shared = len(os.path.commonprefix([known, ids]))
             assert answer.stats.cached_prefix_tokens == whole_blocks(min(shared, len(ids) - 1))
             assert (shared > 0) == (turn > 0)
             assert list(answer.token_ids) == reference_greedy(tiny_models["llama"], torch.tensor(ids), 12)
@@ -239,9 +228,7 @@ class TestConversation:
         assert values['prompt_tokens_total{source="store"}'] == 0
 
     @pytest.mark.parametrize("name", ["phi3-longrope", "llama-rope-dynamic"])
-    def test_nothing_is_kept_of_what_crosses_a_rope_limit(
-        self, tiny_models: Models, name: str, monkeypatch: Patch
-    ) -> None:
+    def test_nothing_is_kept_beyond_a_rope_limit(self, tiny_models: Models, name: str, monkeypatch: Patch) -> None:
         runtime = load_model(tiny_models[name])
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
         engine = make_engine(tiny_models[name], tiny_models["auxiliary"])
@@ -288,14 +275,9 @@ class TestLimits:
             forget()
             assert engine.prefixes.stats.blocks == 0
 
-    def test_an_evaluating_prefill_fills_nothing(self, engine: Any) -> None:
-        engine.prefill(rag_prompt(CHUNKS), method=preset("prefix"))
-        assert engine.prefixes.stats.blocks == 0
-
     def test_no_room_for_it_costs_no_answer(self, engine: Any, monkeypatch: Patch, caplog: Logs) -> None:
-        def full(*_: Any) -> Any:
-            raise RuntimeError("out of memory")
-
-        monkeypatch.setattr(FusedCache, "blocks", full)
+        engine.prefill(rag_prompt(CHUNKS), method=preset("prefix"))
+        assert engine.prefixes.stats.blocks == 0, "an evaluating prefill fills nothing"
+        monkeypatch.setattr(FusedCache, "blocks", raising(RuntimeError("out of memory")))
         assert len(engine.generate(rag_prompt(CHUNKS), SHORT, method="prefix").token_ids) == 12
         assert "could not be kept" in caplog.text and engine.prefixes.stats.bytes == 0

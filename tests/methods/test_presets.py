@@ -71,15 +71,27 @@ class TestDescribe:
 
     def test_nested_parts_with_their_types(self) -> None:
         found = describe(preset("anchored"))
-        assert found["type"] == "Recompute" and found["name"] == "anchored"
-        assert found["scorer"]["type"] == "RankMix" and found["scorer"]["second"] == {
-            "type": "ChunkStart",
-            "within": 64,
-        }
+        assert found["type"] == "Recompute" and found["name"] == "anchored" and found["scorer"]["type"] == "RankMix"
+        assert found["scorer"]["second"] == {"type": "ChunkStart", "within": 64}
         assert found["budget"]["grouping"] == {"type": "Windows", "size": 8}
+        own = describe(Recompute(Backwards()))["scorer"]  # a type from elsewhere goes by its full name
+        assert own == {"type": f"{__name__}.Backwards", "until": 3}
 
-    def test_a_type_from_elsewhere_goes_by_its_full_name(self) -> None:
-        assert describe(Recompute(Backwards()))["scorer"] == {"type": f"{__name__}.Backwards", "until": 3}
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"corection": 0.1}, "cacheclip has no field 'corection'. Did you mean 'correction'. Fields of Recompute"),
+    ({"budget": {"ration": 0.1}}, "cacheclip.budget has no field 'ration'. Did you mean 'ratio'"),
+    ({"budget": {"grouping": {"threshold": 2}}}, "budget.grouping has no field 'threshold'.*of Windows: size"),
+    ({"budget": {"grouping": {"type": "AlignedWindows", "size": 4}}}, "below the window size, got threshold=5"),
+    ({"scorer": {"type": "QueryAtention"}}, "got 'QueryAtention'. Did you mean 'QueryAttention'"),
+    ({"scorer": {"type": "Windows"}}, "cacheclip.scorer must be of type AuxiliaryAttention, ChunkStart"),
+    ({"scorer": {"type": "RankMix"}}, "cacheclip.scorer of type RankMix is not complete"),
+    *(({"scorer": {"type": 3}}, "got 3"), ({"scorer": 3}, "scorer must be a Scorer")),
+    ({"budget": 0.2}, "budget must be a TokenBudget"),
+    ({"correction": {"share": 0.5}}, "cacheclip.correction must name its type"),
+    ({"name": ""}, "name must be a non-empty string"),
+    ({"chunk_context": "neighbours"}, "chunk_context must be one of prefix, passages"),
+]
 
 
 class TestVary:
@@ -89,17 +101,18 @@ class TestVary:
         assert method.scorer == AuxiliaryAttention()
 
     def test_another_type_has_its_own_defaults(self) -> None:
-        changes = {
-            "scorer": {"type": "QueryAttention", "layers": "upper"},
-            "budget": {"grouping": {"type": "AlignedWindows", "threshold": 2}},
-        }
+        grouping = {"grouping": {"type": "AlignedWindows", "threshold": 2}}
+        changes = {"scorer": {"type": "QueryAttention", "layers": "upper"}, "budget": grouping}
         method: Any = vary(preset("cacheclip"), changes)
         assert method.scorer == QueryAttention(layers="upper")
         assert method.budget.grouping == AlignedWindows(8, 2) and method.budget.chunk_starts == 0.5
+        assert vary(preset("cacheclip"), {"type": "Direct"}) == Direct()
 
-    def test_a_type_by_its_name_alone_or_made(self) -> None:
-        for given in ("Tokens", {"type": "Tokens"}, Tokens()):
-            assert made("epic", budget={"grouping": given}).budget == Budget(grouping=Tokens())
+    def test_a_type_by_its_name_alone_or_made_or_ones_own(self) -> None:
+        for grouping in ("Tokens", {"type": "Tokens"}, Tokens()):
+            assert made("epic", budget={"grouping": grouping}).budget == Budget(grouping=Tokens())
+        method: Any = vary(preset("epic"), {"scorer": {"type": f"{__name__}.Backwards", "until": 2}})
+        assert method.scorer == Backwards(until=2) and method.budget == Budget(grouping=Tokens())
 
     def test_parts_of_a_mix(self) -> None:
         method: Any = vary(preset("anchored"), {"scorer": {"weight": 0.8, "second": {"within": 8}}})
@@ -107,36 +120,8 @@ class TestVary:
         mix = {"type": "RankMix", "first": {"type": "ChunkStart"}, "second": {"type": "ChunkStart", "within": 3}}
         assert vary(preset("epic"), {"scorer": mix}).scorer.second.within == 3  # type: ignore[attr-defined]
 
-    def test_a_type_of_ones_own(self) -> None:
-        method: Any = vary(preset("epic"), {"scorer": {"type": f"{__name__}.Backwards", "until": 2}})
-        assert method.scorer == Backwards(until=2) and method.budget == Budget(grouping=Tokens())
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"corection": 0.1}, "cacheclip has no field 'corection'. Did you mean 'correction'. Fields of Recompute"),
-            ({"budget": {"ration": 0.1}}, "cacheclip.budget has no field 'ration'. Did you mean 'ratio'"),
-            ({"budget": {"grouping": {"threshold": 2}}}, "budget.grouping has no field 'threshold'.*of Windows: size"),
-            ({"scorer": {"type": "QueryAtention"}}, "got 'QueryAtention'. Did you mean 'QueryAttention'"),
-            ({"scorer": {"type": "Windows"}}, "cacheclip.scorer must be of type AuxiliaryAttention, ChunkStart"),
-            ({"scorer": {"type": "RankMix"}}, "cacheclip.scorer of type RankMix is not complete"),
-            ({"type": "Direct"}, None),
-            ({"scorer": {"type": 3}}, "got 3"),
-            ({"scorer": 3}, "scorer must be a Scorer"),
-            ({"budget": 0.2}, "budget must be a TokenBudget"),
-            ({"correction": {"share": 0.5}}, "cacheclip.correction must name its type"),
-            ({"name": ""}, "name must be a non-empty string"),
-            ({"chunk_context": "neighbours"}, "chunk_context must be one of prefix, passages"),
-            (
-                {"budget": {"grouping": {"type": "AlignedWindows", "size": 4}}},
-                "threshold must be below the window size, got threshold=5",
-            ),
-        ],
-    )
-    def test_wrong_changes(self, changes: dict[str, Any], message: str | None) -> None:
-        if message is None:
-            assert vary(preset("cacheclip"), changes) == Direct()
-            return
+    @pytest.mark.parametrize(("changes", "message"), WRONG)
+    def test_wrong_changes(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             vary(preset("cacheclip"), changes)
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
+from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.methods import Recompute
 from cacheclip_rag.selection.budget import Budget, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix, Scorer
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, Patch, rag_prompt, spied as spied_calls
 from tests.fusion.cases import Case, gap
 from tests.methods.spying import plain, run, same, spied
 
@@ -65,21 +66,17 @@ def test_it_needs_what_its_parts_need(tiny_models: dict[str, str]) -> None:
 
 
 @plain
-def test_the_auxiliary_is_asked_before_the_primarys_kv_is_read(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_auxiliary_is_asked_before_the_primarys_kv_is_read(case: Case, monkeypatch: Patch) -> None:
     order: list[str] = []
-    for cls, name in ((AuxiliaryAttention, "auxiliary"), (QueryAttention, "primary")):
-        score = cls.score
-        monkeypatch.setattr(cls, "score", lambda self, view, s=score, n=name: order.append(n) or s(self, view))
-    read = type(case.runtime).new_cache
-    monkeypatch.setattr(
-        type(case.runtime),
-        "new_cache",
-        lambda self, n, **options: (
-            (order.append("new cache") if self is case.runtime else None) or read(self, n, **options)
-        ),
-    )
+
+    def note(name: str, owner: Any) -> None:
+        if not isinstance(owner, ModelRuntime) or owner is case.runtime:
+            order.append(name)
+
+    for cls, method in ((AuxiliaryAttention, "score"), (QueryAttention, "score"), (type(case.runtime), "new_cache")):
+        spied_calls(monkeypatch, cls, method, lambda owner, *_, name=cls.__name__, **__: note(name, owner))
     run(case, Recompute(RankMix(QueryAttention(), AuxiliaryAttention())), 0.3)
-    assert order == ["auxiliary", "new cache", "primary"]
+    assert order == ["AuxiliaryAttention", "ModelRuntime", "QueryAttention"]
 
 
 @plain
@@ -102,10 +99,7 @@ def test_a_place_beyond_the_starts_says_nothing(case: Case) -> None:
     [
         (lambda: RankMix(ChunkStart(), QueryAttention(), weight=3), "weight must be a share of the ranking, 0 to 1"),
         (lambda: RankMix(ChunkStart(), "epic"), "second must be a scorer"),
-        (
-            lambda: RankMix(RankMix(ChunkStart(), ChunkStart()), ChunkStart()),
-            "first must be a scorer other than RankMix",
-        ),
+        (lambda: RankMix(RankMix(ChunkStart(), ChunkStart()), ChunkStart()), "must be a scorer other than RankMix"),
         (lambda: ChunkStart(within=-1), "within must be a whole number of tokens, 0 or more"),
         (lambda: Recompute("epic"), "scorer must be a Scorer such as ChunkStart"),
         (lambda: Recompute(ChunkStart(), 0.2), "budget must be a TokenBudget such as"),

@@ -24,25 +24,12 @@ __all__ = ["CUDA", "Pretended", "Queue", "move", "pretended"]
 
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
-_READS = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.bincount.default,
-    aten.equal.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.repeat_interleave.Tensor,
-}
+_READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default}
+_READS |= {aten.equal.default, aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor}
 """Operations that wait for the device, because their result is a number, or its shape depends on numbers."""
 _MOVES = {"aten::_to_copy", "aten::to"}
-_COPIES = {
-    aten._to_copy.default,
-    aten.copy_.default,
-    aten.index_put_.default,
-    aten.index_put.default,
-    aten.index.Tensor,
-}
+_PLACES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+_COPIES = {aten._to_copy.default, aten.copy_.default, *_PLACES}
 """Operations that may have tensors of two devices."""
 _MEMORY = {f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")}
 """Operations that start no kernel."""
@@ -60,14 +47,9 @@ class Pretended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Pretended:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "layout": inner.layout}
         made: Pretended = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=CUDA,
+            cls, inner.shape, dtype=inner.dtype, device=CUDA, **layout
         )
         made.inner = inner
         return made
@@ -241,31 +223,23 @@ class Queue(TorchDispatchMode):
         others = [each for each in tensors if not isinstance(each, Pretended) and each.dim()]
         if not others or function._schema.name in _MOVES or function is aten.copy_.default:
             return
-        if function in (
-            aten.index.Tensor,
-            aten.index_put_.default,
-            aten.index_put.default,
-            aten._index_put_impl_.default,
-        ):
+        if function in _PLACES or function is aten._index_put_impl_.default:
             values = [args[0], *args[2:3]]
             if all(isinstance(each, Pretended) or not each.dim() for each in values):
                 return  # numbers of rows may be on the CPU
         raise RuntimeError(f"{function}: tensors on two devices: {[(each.device, each.shape) for each in tensors]}")
 
     def _count(self, function: Any, args: Any, on_device: bool) -> None:
-        name = str(function)
         if function._schema.name in _MOVES:
-            if not on_device:
-                self.stops["copy to the CPU"] += 1
+            self.stops["copy to the CPU"] += not on_device
         elif function is aten.copy_.default:
-            if not isinstance(args[0], Pretended):
-                self.stops["copy to the CPU"] += 1
+            self.stops["copy to the CPU"] += not isinstance(args[0], Pretended)
         elif function in _READS:
-            self.stops[name] += 1
+            self.stops[str(function)] += 1
         elif function in _COPIES and any(
             index is not None and index.dtype is torch.bool and isinstance(index, Pretended) for index in args[1]
         ):
-            self.stops[f"{name} by bools"] += 1
+            self.stops[f"{function} by bools"] += 1
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

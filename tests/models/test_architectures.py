@@ -6,48 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    ByT5Tokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2VLConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, MissingExtraError, SamplingParams, UnsupportedModelError
+from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, Models, Patch, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
-SMALL = {
-    "vocab_size": 400,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_SIZES = {"vocab_size": 400, "pad_token_id": 0, "eos_token_id": 2}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt2": (
-        {"vocab_size": 400, "n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        "cannot be reused exactly: ",
-    ),
-    "mamba": ({**SMALL, "state_size": 8}, "recurrent"),
-    "t5": (
-        {
-            "vocab_size": 400,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "decoder_start_token_id": 0,
-            "pad_token_id": 0,
-            "eos_token_id": 2,
-        },
-        "encoder-decoder",
-    ),
+    "gpt2": ({"n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2}, "cannot be reused exactly: "),
+    "mamba": ({"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}, "recurrent"),
+    "t5": (_T5, "encoder-decoder"),
 }
 """Architectures that transformers runs and this library does not reuse: config, and a word of the reason."""
 
@@ -58,10 +41,12 @@ FAMILIES = {
     **dict.fromkeys(("t5gemma", "t5gemma2"), "encoder-decoder"),
 }
 """Families of today, with their defaults, and a part of the reason."""
+MOVED_STATES = ("qwen3_next", "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "jamba")
+"""Those whose recurrent layers' states are moved, which are not planned without weights."""
 
 
 def build(folder: Path, architecture: str) -> str:
-    config = CONFIG_MAPPING[architecture](**REFUSED[architecture][0])
+    config = CONFIG_MAPPING[architecture](**{**_SIZES, **REFUSED[architecture][0]})
     torch.manual_seed(0)
     classes = (AutoModelForCausalLM, AutoModelForSeq2SeqLM)
     cls = next(cls for cls in classes if type(config) in cls._model_mapping)
@@ -72,88 +57,56 @@ def build(folder: Path, architecture: str) -> str:
 
 class TestRefusal:
     @pytest.mark.parametrize("architecture", list(REFUSED))
-    def test_says_why_and_what_works(self, architecture: str, tmp_path: Path) -> None:
+    def test_says_why_and_what_works_before_any_weights_are_read(self, architecture: str, tmp_path: Path) -> None:
         folder = build(tmp_path, architecture)
+        for file in tmp_path.glob("*.safetensors") if architecture != "gpt2" else ():  # whose config says nothing
+            file.unlink()
         with pytest.raises(UnsupportedModelError) as error:
             load_model(folder)
-        message = str(error.value)
-        assert REFUSED[architecture][1] in message
-        assert "Llama" in message and "transformers itself" in message
+        assert all(word in str(error.value) for word in (REFUSED[architecture][1], "Llama", "transformers itself"))
 
-    @pytest.mark.parametrize("architecture", list(FAMILIES))
+    @pytest.mark.parametrize("architecture", [*FAMILIES, *MOVED_STATES])
     def test_current_families_and_why(self, architecture: str) -> None:
         if architecture not in CONFIG_MAPPING:
             pytest.skip(f"this transformers has no {architecture}")
-        with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[architecture]}.*such as Llama"):
-            check_supported(CONFIG_MAPPING[architecture](), "m")
+        config, reason = CONFIG_MAPPING[architecture](), f"{FAMILIES.get(architecture)}.*such as Llama"
+        if is_moved := architecture in MOVED_STATES:
+            check_supported(config, "m")
+            reason = "recurrent layers, whose states are moved in the model's own"
+        with pytest.raises(UnsupportedModelError, match=reason):
+            check_supported(config, "m", planned=is_moved)
 
-    @pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "jamba"])
-    def test_recurrent_layers_are_not_planned_without_weights(self, architecture: str) -> None:
-        if architecture not in CONFIG_MAPPING:
-            pytest.skip(f"this transformers has no {architecture}")
-        config = CONFIG_MAPPING[architecture]()
-        check_supported(config, "m")
-        with pytest.raises(UnsupportedModelError, match="recurrent layers, whose states are moved in the model's own"):
-            check_supported(config, "m", planned=True)
+    def test_configs(self) -> None:
+        config = LlamaConfig()
+        config.rope_parameters = {"rope_type": "of-next-year", "rope_theta": 1e4}
+        multimodal = r"'qwen2_vl', which is not known without its weights.*llama"
+        for each, message in (
+            (Qwen2VLConfig(), multimodal),
+            (Gemma3TextConfig(use_bidirectional_attention=True), "both directions"),
+            (config, r"'of-next-year'.*default, linear, llama3, yarn"),
+        ):
+            with pytest.raises(UnsupportedModelError, match=message):
+                check_supported(each, "m", planned=message is multimodal)
 
-    def test_before_any_weights_are_read(self, tmp_path: Path) -> None:
-        folder = build(tmp_path, "mamba")
-        for file in tmp_path.glob("*.safetensors"):
+    def test_tokenizer_without_offsets(self, tmp_path: Path) -> None:
+        """It is written in Python, byte by byte, as ByT5 has it."""
+        build_model(tmp_path, TINY_MODELS["llama"], vocab_size=259)
+        for file in tmp_path.glob("tokenizer*"):
             file.unlink()
-        with pytest.raises(UnsupportedModelError):
-            load_model(folder)
+        ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match=r"offsets.*Save one"):
+            load_model(str(tmp_path))
 
-    def test_multimodal_models_are_not_planned_without_weights(self) -> None:
-        from transformers import Qwen2VLConfig
-
-        with pytest.raises(UnsupportedModelError, match=r"'qwen2_vl', which is not known without its weights.*llama"):
-            check_supported(Qwen2VLConfig(), "m", planned=True)
-
-    @pytest.mark.parametrize(
-        ("name", "what", "folder"),
-        [
-            ("model.gguf", "runs", "cacheclip-llamacpp"),
-            ("a/gone.Q4_K_M.GGUF", "runs", "cacheclip-llamacpp"),
-            ("packaged:smollm2-135m", "fetches", "cacheclip-lab"),
-        ],
-    )
-    def test_names_of_distributions_that_are_not_installed(
-        self, name: str, what: str, folder: str, tmp_path: Path, monkeypatch: Patch
-    ) -> None:
+    @pytest.mark.parametrize("name", ["model.gguf", "a/gone.Q4_K_M.GGUF", "packaged:smollm2-135m"])
+    def test_names_of_distributions_that_are_not_installed(self, name: str, tmp_path: Path, monkeypatch: Patch) -> None:
         """What to install is said, whether the file is there or not."""
         for module in ("checkpoints", "loaders"):
             monkeypatch.setattr(f"cacheclip_rag.models.{module}.guests", lambda group: {})
         monkeypatch.chdir(tmp_path)
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        what, folder = ("fetches", "cacheclip-lab") if name.startswith("packaged:") else ("runs", "cacheclip-llamacpp")
         with pytest.raises(MissingExtraError, match=rf"what {what} '.*{re.escape(name)}' is not .*/{folder}"):
             CacheClipEngine(primary=name, auxiliary=None).precompute(["The lamp burned whale oil."])
-
-    def test_attention_in_both_directions(self) -> None:
-        from transformers import Gemma3TextConfig
-
-        with pytest.raises(UnsupportedModelError, match="both directions"):
-            check_supported(Gemma3TextConfig(use_bidirectional_attention=True), "m")
-
-    def test_unknown_rotary_scaling(self) -> None:
-        config = LlamaConfig()
-        config.rope_parameters = {"rope_type": "of-next-year", "rope_theta": 1e4}
-        with pytest.raises(UnsupportedModelError, match=r"'of-next-year'.*default, linear, llama3, yarn"):
-            check_supported(config, "m")
-
-    def test_tokenizer_without_offsets(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"offsets.*Save one"):
-            load_model(without_offsets(tmp_path))
-
-
-def without_offsets(folder: Path) -> str:
-    """A model whose tokenizer is written in Python, byte by byte, as ByT5 has it."""
-    from transformers import ByT5Tokenizer
-
-    build_model(folder, TINY_MODELS["llama"], vocab_size=259)
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
-    return str(folder)
 
 
 def test_an_auxiliary_model_is_refused_too(tiny_models: Models, tmp_path: Path, chunks: list[str]) -> None:
@@ -177,15 +130,11 @@ class TestRopesThatDependOnLength:
         assert reuse_tokens(longrope(512)) == 512
         assert reuse_tokens(LlamaConfig(max_position_embeddings=700, rope_parameters=DYNAMIC)) == 700
         assert reuse_tokens(LlamaConfig(max_position_embeddings=700)) == 700
-
-    def test_the_limit_is_part_of_the_key(self) -> None:
         pins = {rope_pin(longrope(limit)) for limit in (256, 512)}
-        assert len(pins) == 2 and all("up to" in pin for pin in pins)
+        assert len(pins) == 2 and all("up to" in pin for pin in pins), "it is a part of the key"
         assert "up to" not in rope_pin(LlamaConfig())
 
-    def test_the_last_token_that_is_reused_and_the_first_that_is_not(
-        self, tiny_models: Models, chunks: list[str]
-    ) -> None:
+    def test_last_token_that_is_reused_and_the_first_that_is_not(self, tiny_models: Models, chunks: list[str]) -> None:
         """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
         folder = tiny_models["phi3-longrope"]
         engine = CacheClipEngine(
@@ -252,8 +201,6 @@ class TestRopesThatDependOnLength:
         assert list(answer.token_ids) == expected[0, len(ids) :].tolist()
 
     def test_chunk_beyond_the_limit(self, tiny_models: Models, chunks: list[str]) -> None:
-        from cacheclip_rag.base.errors import PromptTooLongError
-
         engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=None, method="direct")
         with pytest.raises(PromptTooLongError, match="Split"):
             engine.precompute([" ".join(chunks * 4)])

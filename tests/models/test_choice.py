@@ -53,8 +53,6 @@ class TestDevice:
         assert choose_device("auto") == expected and choose_device("cpu") == "cpu" and choose_device("meta") == "meta"
 
     def test_one_that_fails_is_not_taken(self, monkeypatch: Patch) -> None:
-        on(monkeypatch, mps=True)
-        monkeypatch.undo()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)  # and this torch was built without it
         assert choose_device("auto") == "cpu"
@@ -62,34 +60,27 @@ class TestDevice:
 
 class TestDtype:
     @pytest.mark.parametrize(
-        ("device", "bfloat16", "expected"),
+        ("device", "bfloat16", "expected"),  # of checkpoints in the three dtypes
         [
-            ("cpu", False, {"float32": "float32", "bfloat16": "float32", "float16": "float32"}),
-            ("cpu", True, {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}),
-            ("cuda", True, {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}),
-            ("cuda", False, {"float32": "float32", "bfloat16": "float16", "float16": "float16"}),
-            ("mps", True, {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}),
+            ("cpu", False, "float32 float32 float32"),
+            ("cpu", True, "float32 bfloat16 bfloat16"),
+            ("cuda", True, "float32 bfloat16 float16"),
+            ("cuda", False, "float32 float16 float16"),
+            ("mps", True, "float32 bfloat16 float16"),
         ],
     )
     def test_of_every_checkpoint(
-        self,
-        monkeypatch: Patch,
-        checkpoints: dict[str, Path],
-        device: str,
-        bfloat16: bool,
-        expected: dict[str, str],
+        self, monkeypatch: Patch, checkpoints: dict[str, Path], device: str, bfloat16: bool, expected: str
     ) -> None:
         on(monkeypatch, bfloat16=bfloat16)
-        found = {n: concrete(EngineConfig(primary=str(each), device=device)).dtype for n, each in checkpoints.items()}
-        assert found == expected
+        configs = (EngineConfig(primary=str(checkpoints[name]), device=device) for name in DTYPES)
+        assert [concrete(config).dtype for config in configs] == expected.split()
         assert {name: weights_dtype(each) for name, each in checkpoints.items()} == {name: name for name in DTYPES}
 
-    def test_what_is_named_holds(self, monkeypatch: Patch, checkpoints: dict[str, Path]) -> None:
+    def test_what_is_named_and_other_packages_runtimes(self, monkeypatch: Patch, checkpoints: dict[str, Path]) -> None:
         on(monkeypatch, cuda=True)
         config = EngineConfig(primary=str(checkpoints["bfloat16"]), device="cpu", dtype="float16")
         assert concrete(config) is config
-
-    def test_a_runtime_of_another_package(self, monkeypatch: Patch) -> None:
         load.register_runtime("fake", FakeRuntime)
         on(monkeypatch)
         assert concrete(EngineConfig(primary="fake:model", device="cpu")).dtype == "float32"
@@ -121,7 +112,7 @@ def test_an_engine_says_once_what_it_chose(monkeypatch: Patch, checkpoints: dict
     assert load_model(checkpoints["bfloat16"], dtype="auto", device="auto") is engine.primary
 
 
-def test_one_store_serves_what_is_chosen_and_what_is_named(
+def test_one_store_serves_chosen_and_named_ones(
     monkeypatch: Patch, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     on(monkeypatch, bfloat16=True)

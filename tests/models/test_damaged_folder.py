@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,15 @@ from cacheclip_rag.store import CODECS
 from tests.conftest import Models
 
 
-def in_json(name: str, *path: str | int, value: Any) -> Callable[[Path], None]:
+def in_json(name: str, *path: str, value: Any) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         whole = found = json.loads((folder / name).read_text())
         for step in path[:-1]:
-            found = found[step]
+            found = found[int(step) if step.isdigit() else step]
         found[path[-1]] = value
         (folder / name).write_text(json.dumps(whole))
 
     return damage
-
-
-def in_config(**field: Any) -> Callable[[Path], None]:
-    ((name, value),) = field.items()
-    return in_json("config.json", name, value=value)
-
-
-in_tokenizer = partial(in_json, "tokenizer.json")
 
 
 def around(*before: str, **tokens: Any) -> dict[str, Any]:
@@ -46,80 +37,74 @@ def around(*before: str, **tokens: Any) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
 
 
-def text(name: str, written: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(written) and None
-
-
-DAMAGES: dict[str, Callable[[Path], None]] = {
-    "no heads": in_config(num_attention_heads=0),
-    "no key heads": in_config(num_key_value_heads=0),
-    "no layers": in_config(num_hidden_layers=0),
-    "minus layers": in_config(num_hidden_layers=-1),
-    "endless layers": in_config(num_hidden_layers=float("inf")),
-    "no width": in_config(hidden_size=0),
-    "a width of 300 digits": in_config(hidden_size=10**300),
-    "an end of 300 digits": in_config(eos_token_id=10**300),
-    "no vocabulary": in_config(vocab_size=0),
-    "no context": in_config(max_position_embeddings=0),
-    "a context of text": in_config(max_position_embeddings="long"),
-    "types of no layer": in_config(layer_types=[]),
-    "a rope of text": in_config(rope_parameters="default"),
-    "a rope that divides by 0": in_config(rope_parameters={"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}),
-    "a rope of base 0": in_config(rope_parameters={"rope_type": "default", "rope_theta": 0}),
-    "a list as config": text("config.json", "[]"),
-    "deep config": text("config.json", "[" * 100_000),
-    "no tokens": in_tokenizer("model", "vocab", value={}),
-    "a token twice": in_tokenizer("model", "vocab", value={"a": 0, "b": 0}),
-    "a huge id": in_tokenizer("model", "vocab", value={"a": 2**40}),
-    "merges of nothing": in_tokenizer("model", "merges", value=[["no", "such"]]),
-    "no pre-tokenizer": in_tokenizer("pre_tokenizer", value={"type": "Split", "pattern": {"Regex": "("}}),
-    "no model": in_tokenizer("model", value=None),
-    "an added token of a huge id": in_tokenizer("added_tokens", 0, "id", value=2**31),
+FIELDS: dict[str, dict[str, Any]] = {
+    **{"no heads": {"num_attention_heads": 0}, "no key heads": {"num_key_value_heads": 0}},
+    **{
+        "no layers": {"num_hidden_layers": 0},
+        "minus layers": {"num_hidden_layers": -1},
+        "no width": {"hidden_size": 0},
+    },
+    **{"endless layers": {"num_hidden_layers": float("inf")}, "layers beyond memory": {"num_hidden_layers": 10**9}},
+    **{"layers of text": {"num_hidden_layers": "three"}, "types of no layer": {"layer_types": []}},
+    **{"a width of 300 digits": {"hidden_size": 10**300}, "an end of 300 digits": {"eos_token_id": 10**300}},
+    **{"no vocabulary": {"vocab_size": 0}, "no context": {"max_position_embeddings": 0}},
+    **{"a context of text": {"max_position_embeddings": "long"}, "a rope of text": {"rope_parameters": "default"}},
+    "a rope that divides by 0": {"rope_parameters": {"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}},
+    "a rope of base 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+    **{"outputs of another form": {"return_dict": None}, "endless labels": {"num_labels": 10**9}},
+}
+"""Of the config."""
+PARTS: dict[str, tuple[str, Any]] = {
+    **{"no tokens": ("model.vocab", {}), "a token twice": ("model.vocab", {"a": 0, "b": 0})},
+    **{"a huge id": ("model.vocab", {"a": 2**40}), "merges of nothing": ("model.merges", [["no", "such"]])},
+    "no pre-tokenizer": ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}}),
+    **{"no model": ("model", None), "an added token of a huge id": ("added_tokens.0.id", 2**31)},
+    "a post-processor without its tokens": ("post_processor", around("[no]")),
+    "a post-processor of a huge id": (
+        "post_processor",
+        around("[no]", **{"[no]": {"id": "[no]", "ids": [2**31], "tokens": ["[no]"]}}),
+    ),
+    "a post-processor that drops the text": ("post_processor", {**around(), "single": []}),
+    "a post-processor of text": ("post_processor", "x"),
+    "a post-processor of another kind": (
+        "post_processor",
+        {"type": "BertProcessing", "sep": ["x", 7], "cls": ["y", 10**6]},
+    ),
+    "a normalizer of nothing": ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
+    "a normalizer that drops the text": ("normalizer", {"type": "Replace", "pattern": {"Regex": "."}, "content": ""}),
+    "pieces of no length": ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    "a decoder that drops the text": ("decoder", {"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9}),
+    "a cut to no tokens": (
+        "truncation",
+        {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 0},
+    ),
+}
+"""Of the tokenizer."""
+LENGTHS = ("x", "", [], {"a": 1}, None, 1.5, -1, float("inf"), float("nan"), 10**300, True)
+TEXTS = {
+    **{"a list as config": ("config.json", "[]"), "deep config": ("config.json", "[" * 100_000)},
+    "a template of half a block": ("chat_template.jinja", "{% for"),
+    "a template that divides by 0": ("chat_template.jinja", "{{ 1 // 0 }}"),
+    "a template that calls itself": ("chat_template.jinja", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
+    "a template out of its list": ("chat_template.jinja", "{{ messages[99].content.a.b }}"),
+    "a huge template": ("chat_template.jinja", "{{ 10 ** 10 ** 3 * 1.5 }}"),
+    "weights of half a file": ("model.safetensors", "\x10" * 40),
+}
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    **{name: in_json("config.json", *field, value=field[[*field][0]]) for name, field in FIELDS.items()},
+    **{name: in_json("tokenizer.json", *path.split("."), value=value) for name, (path, value) in PARTS.items()},
     **{
         f"a longest text of {value!r}": in_json("tokenizer_config.json", "model_max_length", value=value)
-        for value in ("x", "", [], {"a": 1}, None, 1.5, -1, float("inf"), float("nan"), 10**300, True)
+        for value in LENGTHS
     },
-    "a post-processor without its tokens": in_tokenizer("post_processor", value=around("[no]")),
-    "a post-processor of a huge id": in_tokenizer(
-        "post_processor", value=around("[no]", **{"[no]": {"id": "[no]", "ids": [2**31], "tokens": ["[no]"]}})
-    ),
-    "a post-processor that drops the text": in_tokenizer("post_processor", value={**around(), "single": []}),
-    "a post-processor of text": in_tokenizer("post_processor", value="x"),
-    "a post-processor of another kind": in_tokenizer(
-        "post_processor", value={"type": "BertProcessing", "sep": ["x", 7], "cls": ["y", 10**6]}
-    ),
-    "a normalizer of nothing": in_tokenizer(
-        "normalizer", value={"type": "Replace", "pattern": {"String": ""}, "content": "x"}
-    ),
-    "a normalizer that drops the text": in_tokenizer(
-        "normalizer", value={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}
-    ),
-    "pieces of no length": in_tokenizer("pre_tokenizer", value={"type": "FixedLength", "length": 0}),
-    "a decoder that drops the text": in_tokenizer(
-        "decoder", value={"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9}
-    ),
-    "a cut to no tokens": in_tokenizer(
-        "truncation", value={"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 0}
-    ),
-    "outputs of another form": in_config(return_dict=None),
-    "endless labels": in_config(num_labels=10**9),
-    "layers beyond memory": in_config(num_hidden_layers=10**9),
-    "layers of text": in_config(num_hidden_layers="three"),
-    "a template of half a block": text("chat_template.jinja", "{% for"),
-    "a template that divides by 0": text("chat_template.jinja", "{{ 1 // 0 }}"),
-    "a template that calls itself": text("chat_template.jinja", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
-    "a template out of its list": text("chat_template.jinja", "{{ messages[99].content.a.b }}"),
-    "a huge template": text("chat_template.jinja", "{{ 10 ** 10 ** 3 * 1.5 }}"),
-    "weights of half a file": lambda folder: (folder / "model.safetensors").write_bytes(b"\x10" * 40) and None,
+    **{name: lambda folder, f=file, t=text: (folder / f).write_text(t) for name, (file, text) in TEXTS.items()},
 }
 
 
 HARMLESS = {
     *("an end of 300 digits", "types of no layer", "merges of nothing", "a token twice", "an added token of a huge id"),
     *(name for name in DAMAGES if name.startswith("a longest text of ")),
-    "a decoder that drops the text",
-    "a cut to no tokens",
-    "outputs of another form",
+    *("a decoder that drops the text", "a cut to no tokens", "outputs of another form"),
 }
 """Transformers reads some of them, and the model answers."""
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cacheclip_ingest.embedding import Embedder
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import (
@@ -30,13 +31,7 @@ from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.loaders import offered_names
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
-from tests.conftest import Models, Patch
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: Patch) -> Path:
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+from tests.conftest import Models, Patch, spied
 
 
 @pytest.fixture
@@ -72,75 +67,76 @@ class TestNames:
 
     def test_relative_folder_and_home(self, folder: Path, monkeypatch: Patch) -> None:
         monkeypatch.chdir(folder.parent)
-        assert resolve("model") == folder.resolve()
         monkeypatch.setenv("HOME", str(folder.parent))
-        assert resolve("~/model") == folder.resolve()
+        assert resolve("model") == resolve("~/model") == folder.resolve()
+        assert load_model("model") is load_model(str(folder)), "under two names it is one model"
 
     def test_folder_without_config(self, tmp_path: Path) -> None:
         (tmp_path / "weights.gguf").write_bytes(b"GGUF")
         with pytest.raises(UnknownModelError, match=r"holds no config\.json.*GGUF"):
             resolve(str(tmp_path))
 
-    def test_hub_without_network(self, monkeypatch: Patch) -> None:
-        """What the hub's own client says is quoted in whole sentences."""
+    def test_hub_without_network(self, monkeypatch: Patch, folder: Path) -> None:
+        """What the hub's own client says is quoted in whole sentences. Not all methods need an auxiliary."""
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(
             DownloadError, match="^expected .*owner/model.*, got LocalEntryNotFoundError: .*"
         ) as refused:
             resolve("owner/model")
         quoted, then, _ = str(refused.value).partition(". Check the name and the network, or give a local folder.")
-        assert then and quoted.count("'") % 2 == 0 and not quoted.endswith("."), "with one full stop"
-
-    def test_an_auxiliary_that_cannot_be_fetched(self, monkeypatch: Patch, folder: Path) -> None:
-        """Not all methods need one."""
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert then and quoted.count("'") % 2 == 0 and not quoted.endswith("."), "one full stop"
         for primary, auxiliary, is_told in ((str(folder), "owner/model", True), ("owner/model", str(folder), False)):
             with pytest.raises(DownloadError, match="owner/model") as refused:
                 CacheClipEngine(primary=primary, auxiliary=auxiliary).chunk_caches()
             assert ("--auxiliary none" in str(refused.value)) == is_told
 
-    def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: Patch) -> None:
-        monkeypatch.chdir(folder.parent)
-        assert load_model("model") is load_model(str(folder))
-
 
 class TestRefused:
-    def test_unknown_dtype(self, folder: Path) -> None:
-        with pytest.raises(ConfigurationError, match="float32, bfloat16, float16"):
-            load_model(str(folder), dtype="float64")
+    def test_in_our_words(self, folder: Path) -> None:
+        """A GPU number that no machine has, with and without CUDA; a config of a newer transformers; an adapter: with
+        peft installed, transformers would load its base model, which the fingerprint does not describe."""
 
-    def test_device_that_is_not_there(self, folder: Path) -> None:
-        """A GPU number that no machine has: refused in our words with and without CUDA."""
-        with pytest.raises(ConfigurationError, match="device"):
-            load_model(str(folder), device="cuda:99")
+        def refused(error: type[Exception], match: str, **options: Any) -> None:
+            with pytest.raises(error, match=match):
+                load_model(str(folder), **options)
+
+        refused(ConfigurationError, "float32, bfloat16, float16", dtype="float64")
+        refused(ConfigurationError, "device", device="cuda:99")
+        for file in (files := [*folder.glob("tokenizer*")]):
+            file.rename(folder / f"no-{file.name}")
+        refused(ModelError, "tokenizer")
+        for file in files:
+            (folder / f"no-{file.name}").rename(file)
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/model"}))
+        refused(ModelError, "adapter.*Merge")
+        (folder / "adapter_config.json").unlink()
+        change_config(folder, model_type="model-of-next-year")
+        refused(ModelError, "model-of-next-year")
 
     @pytest.mark.parametrize(
-        ("file", "given"),
+        ("file", "content"),
         [
             ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}),
             ("config.json", {"compression_config": {"quant_method": "compressed-tensors"}}),
         ],
     )
-    def test_quantised_weights_that_transformers_does_not_see(
-        self, folder: Path, file: str, given: dict[str, Any]
-    ) -> None:
+    def test_quantised_weights_that_transformers_does_not_see(self, folder: Path, file: str, content: Any) -> None:
         """It would take the numbers as they are, without their scales."""
         path = folder / file
-        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **given}))
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **content}))
         with pytest.raises(UnsupportedModelError, match=r"quantised.*cacheclip serve --backend vllm"):
             load_any(str(folder))
 
-    def test_unknown_model_type_is_our_error(self, folder: Path) -> None:
-        """A config that this transformers does not know at all (a newer model)."""
-        change_config(folder, model_type="model-of-next-year")
-        with pytest.raises(ModelError, match="model-of-next-year"):
-            load_model(str(folder))
 
-    def test_without_tokenizer(self, folder: Path) -> None:
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-        with pytest.raises(ModelError, match="tokenizer"):
-            load_model(str(folder))
+EVIL = """
+import pathlib
+pathlib.Path(MARK).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig): model_type = "evil"
+class Model(LlamaForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+class Module: pass
+"""
 
 
 class TestForeignCode:
@@ -152,14 +148,7 @@ class TestForeignCode:
 
         def make(name: str) -> Path:
             made = Path(shutil.copytree(folder, tmp_path / name))
-            (made / "evil.py").write_text(
-                f"import pathlib\npathlib.Path({str(made / 'mark')!r}).touch()\n"
-                "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
-                "class Config(LlamaConfig):\n    model_type = 'evil'\n"
-                "class Model(LlamaForCausalLM):\n    config_class = Config\n"
-                "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
-                "class Module:\n    pass\n"
-            )
+            (made / "evil.py").write_text(EVIL.replace("MARK", repr(str(made / "mark"))))
             return made
 
         return make
@@ -176,8 +165,6 @@ class TestForeignCode:
 
     @pytest.mark.usefixtures("trusting")
     def test_is_never_run(self, evil: Callable[[str], Path], tmp_path: Path) -> None:
-        from transformers import AutoConfig
-
         of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoModel": "evil.Model"}
         model, tokenizer, known, module, transformer = map(evil, ("own", "tokenizer", "known", "module", "transformer"))
         change_config(model, model_type="evil", auto_map=of_code)
@@ -218,22 +205,13 @@ class TestForeignCode:
         code = ["modeling_x.py", "1_Pooling/evil.py", "1_Pooling/pytorch_model.bin", "2_Normalize/x.pkl", "model.pt"]
         assert list(filter_repo_objects(wanted + code, allow_patterns=checkpoints._HUB_FILES)) == wanted
 
-    def test_an_adapter_is_no_model(self, folder: Path) -> None:
-        """With peft installed, transformers would load its base model, which the fingerprint does not describe."""
-        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/model"}))
-        with pytest.raises(ModelError, match="adapter.*Merge"):
-            load_model(str(folder))
 
-
-class TestRopePin:
-    def test_differs_with_the_rope(self, tiny_models: Models) -> None:
-        from transformers import AutoConfig
-
-        names = ["llama", "llama-rope-llama3", "llama-rope-linear", "qwen2-rope-yarn"]
-        configs = [AutoConfig.from_pretrained(tiny_models[name]) for name in names]
-        assert len({rope_pin(c) for c in configs}) == len(names)
-        for config in configs:
-            check_supported(config, "x")
+def test_the_rope_pin_differs_with_the_rope(tiny_models: Models) -> None:
+    names = ["llama", "llama-rope-llama3", "llama-rope-linear", "qwen2-rope-yarn"]
+    configs = [AutoConfig.from_pretrained(tiny_models[name]) for name in names]
+    assert len({rope_pin(c) for c in configs}) == len(names)
+    for config in configs:
+        check_supported(config, "x")
 
 
 @pytest.mark.usefixtures("home")
@@ -251,21 +229,17 @@ class TestFingerprint:
         config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
         assert fingerprint(folder) == f"{weights}:{config}"
 
-    def test_other_weights_of_equal_size_and_times(self, folder: Path) -> None:
-        """As reproducible archives and image layers make them."""
+    @pytest.mark.parametrize("number", [None, *range(0, 30, 5)])
+    def test_other_weights_of_equal_size_and_times(self, folder: Path, monkeypatch: Patch, number: int | None) -> None:
+        """All, as reproducible archives and image layers make them, or one other tensor behind the same inode, too."""
         path = folder / "model.safetensors"
-        os.utime(path, ns=(0, 0))
+        if number is None:
+            os.utime(path, ns=(0, 0))
+        else:
+            states = fingerprint_module.file_states(folder)
+            monkeypatch.setattr(fingerprint_module, "file_states", lambda _: states)
         before = fingerprint(folder)
-        replace_weights(path)
-        assert fingerprint(folder) != before
-
-    @pytest.mark.parametrize("number", range(0, 30, 5))
-    def test_the_files_states_alone_are_never_trusted(self, folder: Path, monkeypatch: Patch, number: int) -> None:
-        """One other tensor behind the same inode, size and times."""
-        states = fingerprint_module.file_states(folder)
-        monkeypatch.setattr(fingerprint_module, "file_states", lambda _: states)
-        before = fingerprint(folder)
-        replace_weights(folder / "model.safetensors", number)
+        replace_weights(path, number)
         assert fingerprint(folder) != before
 
     def test_large_tensors_are_sampled_from_end_to_end(self) -> None:
@@ -283,10 +257,6 @@ class TestFingerprint:
         memo.write_text(json.dumps({**found, "weights": "wrong", "sample": "of others"}))
         assert fingerprint(folder) == first
         assert json.loads(memo.read_text()) == found
-
-    def test_damaged_memory_is_computed_again(self, folder: Path, home: Path) -> None:
-        first = fingerprint(folder)
-        (memo,) = (home / "fingerprints").glob("*.json")
         for damage in (b"", b"{", b"[]", b'{"other": 1}', b"null", b'{"weights": 3}', b"\xff\xfe"):
             memo.write_bytes(damage)
             assert fingerprint(folder) == first
@@ -296,13 +266,7 @@ class TestFingerprint:
     def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: Patch, moment: str) -> None:
         """Before they are read, and after: what was hashed may not be what was read."""
         place = memory if moment == "check_fits" else checkpoints
-        original = getattr(place, moment)
-
-        def replacing(*args: Any) -> Any:
-            replace_weights(folder / "model.safetensors")
-            return original(*args)
-
-        monkeypatch.setattr(place, moment, replacing)
+        spied(monkeypatch, place, moment, lambda *_: replace_weights(folder / "model.safetensors"))
         with pytest.raises(ModelError, match="changed while it was loaded"):
             load_model(str(folder))
         monkeypatch.undo()

@@ -42,12 +42,8 @@ def forget() -> Any:
 def test_same_logits(tiny_models: dict[str, str], name: str, dtype: str) -> None:
     folder = tiny_models[name]
     loaded = load_model(folder, dtype=dtype)
-    plain = ModelRuntime(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)),
-        loaded.tokenizer,
-        name=name,
-        fingerprint="plain",
-    )
+    unpacked = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    plain = ModelRuntime(unpacked, loaded.tokenizer, name=name, fingerprint="plain")
     logits = []
     for runtime in (loaded, plain):
         cache, first = runtime.prefill(torch.arange(5, 75), 80)

@@ -25,14 +25,10 @@ from cacheclip_rag.runtime.transformers import attention, cache, kept, model, pr
 from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Reading, RotaryForm, Tables, rotate, unrotate
 from cacheclip_rag.store import layer_shapes
-from tests.conftest import CHUNKS, Logs, Models, Patch, some_of
+from tests.conftest import CHUNKS, Logs, Models, Patch, raising, some_of, spied
 from tests.fusion.cases import BROKEN, EXACT, gap, make_case, prefilled, reference_logits, scatter_reference
 
-_WINDOWS = {
-    "num_hidden_layers": 4,
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+_WINDOWS = {"num_hidden_layers": 4, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _SHARED = {
     **{"num_hidden_layers": 6, "sliding_window": 24, "num_kv_shared_layers": 2},
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -93,19 +89,16 @@ def skip_unless_known(architecture: str) -> None:
         pytest.skip("this transformers scales its queries by the number of cached tokens: it is refused")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Verdicts of other tests are not known."""
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-    unload_models()
-    return tmp_path / "home"
+def looked_at(folder: Path, architecture: str, **settings: Any) -> str:
+    """Folder of a tiny model of one of them."""
+    skip_unless_known(architecture)
+    return str(build_model(folder, tiny_spec(architecture, **{**LOOKED_AT[architecture], **settings})))
 
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("architecture", LOOKED_AT)
 def test_an_architecture_that_no_list_names_is_exact(architecture: str, tiny_models: Models, tmp_path: Path) -> None:
-    skip_unless_known(architecture)
-    folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
+    folder = looked_at(tmp_path, architecture)
     case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
     segments = [span.segment for span in case.layout.spans]
     expected = reference_logits(folder, case.layout.ids)
@@ -154,84 +147,63 @@ def _patched(module: Any, name: str, make: Callable[[Any], Any]) -> Callable[[Pa
     return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
 
 
+def _fed(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor], **more: Any) -> Callable[[Patch], None]:
+    """Attention of other hidden states, and with more inputs."""
+
+    def make(forward: Any) -> Any:
+        return lambda self, hidden_states, **kwargs: forward(self, change(hidden_states, kwargs), **kwargs, **more)
+
+    return _patched(modeling_llama.LlamaAttention, "forward", make)
+
+
+def _masked(**more: Any) -> Callable[[Patch], None]:
+    return _patched(modeling_llama, "create_causal_mask", lambda make: lambda **inputs: make(**inputs, **more))
+
+
+def _turned(q: Any, k: Any, cos: Any, sin: Any, turn: Any = modeling_llama.apply_rotary_pos_emb) -> Any:
+    return turn(q, k, cos, -sin)
+
+
+def _scaled(rule: Any) -> Any:
+    return lambda scaling, **settings: rule(scaling=scaling * 1.01, **settings)
+
+
+def _one_less(make: Any) -> Any:
+    return lambda slots, *args: make((slots - 1).clamp(min=0), *args)
+
+
+def _moved(turn: Any) -> Any:
+    return lambda keys, tables, *dtype: turn(keys, _late(tables), *dtype)
+
+
 MISTAKES: dict[str, tuple[Callable[[Patch], None], str]] = {
     "keys that turn the other way": (
-        _patched(modeling_llama, "apply_rotary_pos_emb", lambda turn: lambda q, k, cos, sin: turn(q, k, cos, -sin)),
+        _patched(modeling_llama, "apply_rotary_pos_emb", lambda _: _turned),
         "keys of layer 0 depend on the position",
     ),
     "values that turn": (
-        _patched(
-            modeling_llama.LlamaAttention,
-            "forward",
-            lambda forward: (
-                lambda self, hidden_states, position_embeddings=None, **kwargs: forward(
-                    self,
-                    hidden_states + position_embeddings[0].sum(-1, True),
-                    position_embeddings=position_embeddings,
-                    **kwargs,
-                )
-            ),
-        ),
+        _fed(lambda hidden, kwargs: hidden + kwargs["position_embeddings"][0].sum(-1, True)),
         "depend on the position",
     ),
     "a window that the attention is not told of": (
-        _patched(
-            modeling_llama,
-            "create_causal_mask",
-            lambda make: (
-                lambda **inputs: make(**inputs, and_mask_function=lambda batch, head, row, key: key > row - 20_000)
-            ),
-        ),
+        _masked(and_mask_function=lambda batch, head, row, key: key > row - 20_000),
         "see other keys",
     ),
     "attention in both directions": (
-        _patched(
-            modeling_llama,
-            "create_causal_mask",
-            lambda make: lambda **inputs: make(**inputs, or_mask_function=lambda batch, head, row, key: row == row),
-        ),
+        _masked(or_mask_function=lambda batch, head, row, key: row == row),
         "see other keys",
     ),
     "an input of unknown meaning": (
-        _patched(
-            modeling_llama.LlamaAttention,
-            "forward",
-            lambda forward: lambda self, *args, **kwargs: forward(self, *args, block_indices=torch.zeros(1), **kwargs),
-        ),
+        _fed(lambda hidden, _: hidden, block_indices=torch.zeros(1)),
         "passes block_indices to",
     ),
-    "another scale of the products": (
-        _patched(
-            attention,
-            "AttentionRule",
-            lambda rule: lambda scaling, **settings: rule(scaling=scaling * 1.01, **settings),
-        ),
-        r"failed the proof .*steps by",
-    ),
+    "another scale of the products": (_patched(attention, "AttentionRule", _scaled), r"failed the proof .*steps by"),
     "a scale by the number of cached tokens": (
-        _patched(
-            modeling_llama.LlamaAttention,
-            "forward",
-            lambda forward: (
-                lambda self, hidden_states, **kwargs: forward(
-                    self, hidden_states * (1 + 2e-7 * _cached(kwargs)), **kwargs
-                )
-            ),
-        ),
+        _fed(lambda hidden, kwargs: hidden * (1 + 2e-7 * _cached(kwargs))),
         r"failed the proof .*in length by",
     ),
-    "keys assembled a position late": (
-        _patched(cache, "rotate", lambda turn: lambda keys, tables, *dtype: turn(keys, _late(tables), *dtype)),
-        r"failed the proof .*moved by .*stored by",
-    ),
-    "rows that see one key too few": (
-        _patched(
-            model,
-            "causal_pattern",
-            lambda make: lambda slots, *args: make((slots - 1).clamp(min=0), *args),
-        ),
-        r"failed the proof .*stored by",
-    ),
+    "keys assembled a position late": (_patched(cache, "rotate", _moved), r"failed the proof .*moved by .*stored by"),
+    "rows that see one key too few": (_patched(model, "causal_pattern", _one_less), r"failed the proof .*stored by"),
 }
 """Planted in the class, or in our runtime: what is planted, and the reason of the refusal."""
 
@@ -278,8 +250,7 @@ def test_a_model_that_is_seen_to_turn_otherwise_than_its_tiny_one_is_refused(
 class TestLayersThatReadOthers:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> str:
-        skip_unless_known("gemma4_text")
-        return str(build_model(tmp_path, tiny_spec("gemma4_text", **LOOKED_AT["gemma4_text"])))
+        return looked_at(tmp_path, "gemma4_text")
 
     def test_have_nothing_stored_and_do_not_run_for_chunks(self, folder: str) -> None:
         runtime = load_model(folder)
@@ -301,10 +272,9 @@ class TestLayersThatReadOthers:
 class TestLatentAttention:
     @staticmethod
     def folder(tmp_path: Path, **settings: Any) -> str:
-        skip_unless_known("deepseek_v3")
         if "kv_nope" not in inspect.getsource(modeling_deepseek_v3.DeepseekV3Attention.forward):
             pytest.skip("this transformers caches keys and values, not latents")
-        return str(build_model(tmp_path, tiny_spec("deepseek_v3", **{**LOOKED_AT["deepseek_v3"], **settings})))
+        return looked_at(tmp_path, "deepseek_v3", **settings)
 
     @pytest.mark.usefixtures("home")
     def test_stores_the_latent_and_one_key(self, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -338,12 +308,9 @@ class TestLatentAttention:
 class TestChunkedAttention:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> str:
-        skip_unless_known("llama4_text")
-        return str(build_model(tmp_path, tiny_spec("llama4_text", **LOOKED_AT["llama4_text"], floor_scale=128)))
+        return looked_at(tmp_path, "llama4_text", floor_scale=128)
 
-    def test_prompts_are_prefilled_in_full_from_where_queries_are_scaled(
-        self, folder: str, tiny_models: Models
-    ) -> None:
+    def test_plain_prefill_from_where_queries_are_scaled(self, folder: str, tiny_models: Models) -> None:
         case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
         assert case.runtime.reuse_tokens == 127 < case.layout.num_tokens
         fused = prefilled(case.engine, [span.segment for span in case.layout.spans], "direct")
@@ -367,8 +334,7 @@ class TestChunkedAttention:
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4_text", "mimo_v2_flash"])
 def test_answers_that_are_decoded_together_and_long_prompts(architecture: str, tmp_path: Path) -> None:
     """Where queries and values differ in width, or layers have no KV of their own."""
-    skip_unless_known(architecture)
-    folder = str(build_model(tmp_path, tiny_spec(architecture, **LOOKED_AT[architecture])))
+    folder = looked_at(tmp_path, architecture)
     runtime = load_model(folder)
     prompts = [torch.arange(1100) % 390 + 5, torch.tensor([9, 10])]
     states = [runtime.prefill(prompt[:1050], 1110)[0] for prompt in prompts]
@@ -380,8 +346,7 @@ def test_answers_that_are_decoded_together_and_long_prompts(architecture: str, t
 
 @pytest.mark.usefixtures("home")
 def test_padding_in_the_place_of_values_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
-    skip_unless_known("mimo_v2_flash")
-    folder = str(build_model(tmp_path, tiny_spec("mimo_v2_flash", **LOOKED_AT["mimo_v2_flash"])))
+    folder = looked_at(tmp_path, "mimo_v2_flash")
     used = cache.FusedLayer.used
     monkeypatch.setattr(cache.FusedLayer, "used", lambda layer, kv: used(layer, kv._replace(values=kv.values.flip(2))))
     with pytest.raises(UnsupportedModelError, match=r"failed the proof .*moved by .*stored by"):
@@ -404,8 +369,7 @@ _WRONG = (["0", math.nan, -1.0, 1e-3], ["0", math.nan, 1e-5])
 def test_a_model_with_embeddings_that_are_zero_is_no_other(home: Path, tiny_models: Models, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_models["llama"], tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    table = weights["model.embed_tokens.weight"]
-    count = len(table) // 4
+    count = len(table := weights["model.embed_tokens.weight"]) // 4
     table[:count] = 0.0
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     runtime = load_model(str(folder))
@@ -416,38 +380,26 @@ def test_a_model_with_embeddings_that_are_zero_is_no_other(home: Path, tiny_mode
 
 def test_a_proof_that_sees_no_wrong_positions_is_none(home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
     original = proof._gaps
-
-    def blind(runtime: Any, seed: int, checks: Any) -> Any:
-        gaps = original(runtime, seed, checks)
-        return {**gaps, "planted": gaps["recompute"]}
-
-    monkeypatch.setattr(proof, "_gaps", blind)
+    monkeypatch.setattr(proof, "_gaps", lambda *a: {**(gaps := original(*a)), "planted": gaps["recompute"]})
     with pytest.raises(UnsupportedModelError, match="wrong positions do not show"):
         load_model(tiny_models["llama"])
 
 
 class TestVerdict:
     @pytest.mark.long
-    def test_is_kept_for_these_weights_and_versions(
+    def test_is_of_these_weights_and_versions(
         self, home: Path, tmp_path: Path, monkeypatch: Patch, caplog: Logs
     ) -> None:
         """The tiny model's for its class and config."""
         first, other = (build_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed) for seed in (0, 1))
         changed = build_model(tmp_path / "changed", {**TINY_MODELS["llama"], "rms_norm_eps": 1e-3})
-        proven: list[str] = []
-        original = proof._gaps
-
-        def noted(runtime: Any, seed: int, checks: Any) -> Any:
-            proven.append("twin" if checks is proof._WHOLE else "own")
-            return original(runtime, seed, checks)
-
-        monkeypatch.setattr(proof, "_gaps", noted)
+        calls = spied(monkeypatch, proof, "_gaps")
 
         def load(folder: Path, **options: Any) -> list[str]:
             unload_models()
-            proven.clear()
+            calls.clear()
             load_model(str(folder), **options)
-            return [*proven]
+            return ["twin" if checks is proof._WHOLE else "own" for *_, checks in calls]
 
         with caplog.at_level(logging.INFO, "cacheclip_rag"):
             assert load(first) == ["twin", "own"]
@@ -475,9 +427,7 @@ class TestVerdict:
         assert load(first) == ["twin", "own"]
 
     @pytest.mark.long
-    def test_a_check_is_wrong_if_it_fails_for_every_seed(
-        self, home: Path, tiny_models: Models, monkeypatch: Patch
-    ) -> None:
+    def test_a_check_that_fails_for_every_seed(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         """Experts are tied by chance, in another check for each seed."""
         original, last = proof._gaps, proof._SEEDS[-1]
         tied = dict(zip(proof._SEEDS, ["prefill", "steps", "decoding", "stored"], strict=True))
@@ -526,25 +476,15 @@ class TestVerdict:
     ) -> None:
         """While it is looked at, proven, and while its layers are handed tables."""
 
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise error
-
         where = {"pattern_attention": structure, "check_numbers": proof, "embeddings": ModelRotary}[place]
-        monkeypatch.setattr(where, place, full)
+        monkeypatch.setattr(where, place, raising(error))
         with pytest.raises(type(error)) as caught:
             load_model(tiny_models["llama"])
         assert caught.value is error and not list(home.glob("proofs/*"))
 
     def test_of_the_structure_is_kept_beside_it(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
         """For these weights, and until it is damaged."""
-        looked: list[str] = []
-        find = structure.find_structure
-
-        def noted(model: Any, name: str, device: torch.device) -> Any:
-            looked.append(name)
-            return find(model, name, device)
-
-        monkeypatch.setattr(structure, "find_structure", noted)
+        looked = spied(monkeypatch, structure, "find_structure")
 
         def load(name: str) -> tuple[int, Any]:
             unload_models()
@@ -557,8 +497,6 @@ class TestVerdict:
             assert count == 2 and load(name) == (0, seen)  # that of the tiny model, too
         for file in (home / "structures").glob("*.json"):
             file.write_text('{"readings": [[0]], "widths": []}')
-        assert load("gemma3")[0] == 1
-        monkeypatch.setattr(structure, "device_name", lambda device: (str(device), "another GPU"))
         assert load("gemma3")[0] == 1
 
     def test_names_the_gpu(self, monkeypatch: Patch) -> None:
@@ -587,9 +525,7 @@ class TestTablesThatAreHanded:
         for file in (home / "proofs").glob("*.json"):
             file.unlink()
         monkeypatch.setattr(
-            ModelRotary,
-            "embeddings",
-            lambda self, tables: [(cos * 1.001, sin) for cos, sin in original(self, tables)],
+            ModelRotary, "embeddings", lambda self, tables: [(cos * 1.001, sin) for cos, sin in original(self, tables)]
         )
         assert not load_model(tiny_models["llama"]).rotary.hands_tables
 

@@ -18,7 +18,7 @@ from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from cacheclip_rag.selection.scorers.base import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, prefilled, reference_greedy, reference_logits
-from tests.models import test_last_layer
+from tests.models import test_passes
 
 _LAYERS = ["conv", "full_attention", "conv"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
@@ -118,8 +118,8 @@ def test_chunks_that_are_scored_together(case: Case) -> None:
 def test_the_last_layer(folders: Callable[[str], str]) -> None:
     """It keeps the inputs of all rows, and computes those that are needed."""
     model = folders("lfm2")
-    test_last_layer.test_only_the_rows_whose_logits_are_asked_for(model, 3)
-    test_last_layer.test_no_output_if_only_kv_is_needed(model)
+    test_passes.test_only_the_rows_whose_logits_are_asked_for(model, 3)
+    test_passes.test_no_output_if_only_kv_is_needed(model)
 
 
 def test_layers_that_attend() -> None:
@@ -137,25 +137,21 @@ def test_methods_that_read_the_cache(case: Case, method: str) -> None:
     assert prefilled(case.engine, segments, method, 0.3).stats.hits == 3
 
 
-def _changed(places: _Room, **changes: torch.Tensor) -> _Room:
-    return places._replace(**changes)
+def _placed(**changes: Callable[[_Room], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    plain = _ShortConvolution._places
+
+    def places(*args: Any) -> _Room:
+        room = plain(*args)
+        return room._replace(**{name: change(room) for name, change in changes.items()})
+
+    return lambda patch: patch.setattr(_ShortConvolution, "_places", places)
 
 
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "rows that see no input before them": lambda patch: patch.setattr(
-        _ShortConvolution,
-        "_places",
-        lambda *args, plain=_ShortConvolution._places: (
-            lambda places: _changed(places, is_hidden=~torch.isin(torch.arange(len(places.rows)), places.own))
-        )(plain(*args)),
+    "rows that see no input before them": _placed(
+        is_hidden=lambda places: ~torch.isin(torch.arange(len(places.rows)), places.own)
     ),
-    "inputs a token late": lambda patch: patch.setattr(
-        _ShortConvolution,
-        "_places",
-        lambda *args, plain=_ShortConvolution._places: (
-            lambda places: _changed(places, slots=(places.slots - 1).clamp(min=0))
-        )(plain(*args)),
-    ),
+    "inputs a token late": _placed(slots=lambda places: (places.slots - 1).clamp(min=0)),
     "rows that see another text": lambda patch: patch.setattr(
         short_convolution, "_first_seen", lambda pattern, num_rows: torch.zeros(num_rows, dtype=torch.int64)
     ),
@@ -168,11 +164,9 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.some(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_refused(
-    folders: Callable[[str], str], mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Callable[[str], str], mistake: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("lfm2")
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-    unload_models()
     MISTAKES[mistake](monkeypatch)
     with pytest.raises(UnsupportedModelError):
         load_model(folder)

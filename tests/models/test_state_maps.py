@@ -197,9 +197,8 @@ class TestComposition:
 
 class TestProof:
     @pytest.fixture(autouse=True)
-    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        unload_models()
+    def own_home(self, home: Path) -> None:
+        """Nothing is proven yet."""
 
     @pytest.mark.parametrize("mistake", ["factor", "position", "tail"])
     def test_a_mistake_is_refused(self, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +208,15 @@ class TestProof:
             return rotate(keys, tables.map(lambda each: each.roll(3, 0)), dtype)
 
         def without_tails(layout: Any, ids: Any, kv: Any, maps: Any) -> torch.Tensor:
-            return written(
-                layout, ids, kv, [each._replace(tails=tuple(0 * tail for tail in each.tails)) for each in maps]
-            )
+            none = [each._replace(tails=tuple(0 * tail for tail in each.tails)) for each in maps]
+            return written(layout, ids, kv, none)
 
-        if mistake == "factor":
-            monkeypatch.setattr(state_map.StateMap, "apply", lambda made, state: state + made.offset)
-        elif mistake == "position":
-            monkeypatch.setattr(state_map_model, "rotate", late)
-        else:
-            monkeypatch.setattr(StateMapLayout, "written", without_tails)
+        owner, name, wrong = {
+            "factor": (state_map.StateMap, "apply", lambda made, state: state + made.offset),
+            "position": (state_map_model, "rotate", late),
+            "tail": (StateMapLayout, "written", without_tails),
+        }[mistake]
+        monkeypatch.setattr(owner, name, wrong)
         with pytest.raises(UnsupportedModelError, match="failed the proof|no affine map"):
             load_model(build_class(tmp_path / "model", "qwen3_5_text"))
 

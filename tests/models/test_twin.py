@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,8 @@ from cacheclip_rag import UnsupportedModelError
 from cacheclip_rag.measuring import FusedCache, ModelRuntime
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import attention, proof, state_map, twin
-from tests.conftest import Logs, Models, Patch, some_of
+from tests.conftest import Logs, Models, Patch, raising, some_of
 from tests.models.test_proof import skip_unless_known
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Verdicts of other tests are not known."""
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-    unload_models()
-    return tmp_path / "home"
 
 
 def _rule(**change: Callable[[Any], Any]) -> Callable[[Patch, Any], None]:
@@ -41,28 +34,20 @@ def _rule(**change: Callable[[Any], Any]) -> Callable[[Patch, Any], None]:
 
 def _other_mask(patch: Patch, model: Any) -> None:
     """A row sees its successor, too."""
-    module = sys.modules[type(model).__module__]
+    module, more = (
+        sys.modules[type(model).__module__],
+        {"or_mask_function": lambda batch, head, row, key: key == row + 1},
+    )
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if make := getattr(module, name, None):
-            patch.setattr(module, name, _more(make))
-
-
-def _more(make: Any) -> Any:
-    return lambda *args, **inputs: make(
-        *args, **{**inputs, "or_mask_function": lambda batch, head, row, key: key == row + 1}
-    )
+            patch.setattr(module, name, lambda *args, make=make, **inputs: make(*args, **{**inputs, **more}))
 
 
 def _unknown_input(patch: Patch, model: Any) -> None:
-    kinds = {
-        type(each) for each in model.modules() if "Attention" in type(each).__name__ and hasattr(each, "layer_idx")
-    }
-    for kind in kinds:
-        patch.setattr(kind, "forward", _with_indices(kind.forward))
-
-
-def _with_indices(forward: Any) -> Any:
-    return lambda self, *args, **kwargs: forward(self, *args, block_indices=torch.zeros(1), **kwargs)
+    attending = [each for each in model.modules() if "Attention" in type(each).__name__ and hasattr(each, "layer_idx")]
+    for kind in {type(each) for each in attending}:
+        passing = partialmethod(kind.forward, block_indices=torch.zeros(1))
+        patch.setattr(kind, "forward", passing)
 
 
 def _late(patch: Patch, model: Any) -> None:
@@ -157,10 +142,7 @@ def test_one_that_it_names_as_refused_is_none(name: str, home: Path, tmp_path: P
 def test_without_a_tiny_model_the_weights_are_compared_in_all_ways(
     home: Path, tiny_models: Models, monkeypatch: Patch, caplog: Logs
 ) -> None:
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("a size is missing")
-
-    monkeypatch.setattr(twin, "shrunk_config", fail)
+    monkeypatch.setattr(twin, "shrunk_config", raising(RuntimeError("a size is missing")))
     with caplog.at_level(logging.INFO, "cacheclip_rag"):
         runtime = load_model(tiny_models["llama"], dtype="bfloat16")
     assert "on its own weights alone: its config makes no tiny model (RuntimeError: a size is missing)" in caplog.text
@@ -185,14 +167,12 @@ class TestConfigs:
         rope = twin.shrunk_config(longrope).rope_parameters
         assert rope["original_max_position_embeddings"] == 4096 and rope["long_factor"] == _LONGROPE["long_factor"][:8]
 
-    def test_keep_numbers_of_layers(self) -> None:
+    def test_keep_numbers_of_layers_and_the_last_one(self) -> None:
+        """Rows leave the last layer, and those before it, in another way."""
         kept = twin.shrunk_config(CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=3))
         assert kept.first_k_dense_replace == 2 and kept.num_hidden_layers == 4
         kept = twin.shrunk_config(CONFIG_MAPPING["qwen3_moe"](mlp_only_layers=[5, 7], num_hidden_layers=12))
         assert kept.mlp_only_layers == [1, 2] and kept.num_hidden_layers == 4
-
-    def test_keep_the_last_layer(self) -> None:
-        """Rows leave it, and those before it, in another way."""
         kinds = [*["sliding_attention"] * 3, "full_attention"] * 3 + ["sliding_attention"]
         small = twin.shrunk_config(CONFIG_MAPPING["gpt_oss"](layer_types=kinds, num_hidden_layers=13))
         assert small.layer_types == ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]

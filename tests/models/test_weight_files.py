@@ -1,6 +1,7 @@
 """Weights are those of the checkpoint's files, all of them, and stay what they were whatever becomes of the files."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from cacheclip_rag import CacheClipEngine, ModelError, SamplingParams
 from cacheclip_rag.models.load import load_model, load_planning, load_tokenizer
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
 from cacheclip_rag.store import read_tensors
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, Models, rag_prompt
 
 Tensors = dict[str, torch.Tensor]
 FEW = SamplingParams(max_tokens=4)
@@ -40,12 +41,9 @@ def copied(source: str, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
 
 
-def without(*names: str) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in names:
-            del tensors[name]
-
-    return change
+def without(*parts: str) -> Callable[[Tensors], Tensors]:
+    """Without the tensors that have one of these parts in their names."""
+    return lambda tensors: {n: each for n, each in tensors.items() if not any(part in n for part in parts)}
 
 
 def random_weights(tensors: Tensors) -> Tensors:
@@ -56,6 +54,16 @@ def random_weights(tensors: Tensors) -> Tensors:
 @pytest.fixture
 def folder(tiny_models: dict[str, str], tmp_path: Path) -> Path:
     return copied(tiny_models["llama"], tmp_path / "model")
+
+
+LOST = """model.embed_tokens.weight model.norm.weight .self_attn.k_proj.weight layers.1.self_attn.q_proj.bias
+layers.1.mlp.down_proj.scales layers.0.mlp.down_proj.qweight"""
+
+
+LEFT_OUT = """model.layers.0.self_attn.q_proj.bias model.layers.1.self_attn.q_norm.weight model.norm.bias lm_head.bias
+model.layers.0.self_attn.k_proj.lora_A.weight"""
+NO_PART = """v_head.summary.weight model.layers.9.self_attn.q_proj.weight visual.patch.weight
+model.layers.0.self_attn.rotary_emb.inv_freq"""
 
 
 class TestAllTensorsAreThere:
@@ -72,77 +80,47 @@ class TestAllTensorsAreThere:
                 load_model(broken)
             assert name.rpartition(".")[0].rpartition(".")[2] in str(caught.value)
 
-    @pytest.mark.parametrize("lost", [".experts.1.w1", ".experts.3."])
-    def test_no_expert_may_be_missing(self, tiny_models: dict[str, str], tmp_path: Path, lost: str) -> None:
+    @pytest.mark.parametrize("lost", ["layers.1.block_sparse_moe.experts.0.w1", ".experts.1.w1", ".experts.3."])
+    def test_no_expert_may_be_missing(self, tiny_models: Models, tmp_path: Path, lost: str) -> None:
         folder = copied(tiny_models["mixtral"], tmp_path / "model")
-        change_weights(folder, lambda tensors: {name: each for name, each in tensors.items() if lost not in name})
-        with pytest.raises(ModelError, match="Fetch the model again"):
-            load_model(folder)
+        assert load_planning(folder).num_layers
+        change_weights(folder, without(lost))
+        for load, message in ((load_model, "Fetch the model again"), (load_planning, r"which lack .*experts\.[013]")):
+            with pytest.raises(ModelError, match=message):
+                load(folder)
 
-    def test_names_of_another_version(self, folder: Path) -> None:
+    def test_names_of_another_version_and_another_shape(self, folder: Path) -> None:
         """As a checkpoint, or a new transformers, may call them."""
-        change_weights(folder, lambda tensors: {n.replace("self_attn", "attention"): t for n, t in tensors.items()})
+        name, tensors = "model.layers.0.self_attn.k_proj.weight", load_file(folder / "model.safetensors")
+        change_weights(folder, lambda _: {n.replace("self_attn", "attention"): t for n, t in tensors.items()})
         with pytest.raises(ModelError, match=r"lacks model\.layers\.0\.self_attn.* and \d+ more"):
             load_model(folder)
-
-    def test_another_shape(self, folder: Path) -> None:
-        name = "model.layers.0.self_attn.k_proj.weight"
-        change_weights(folder, lambda tensors: {**tensors, name: torch.ones(3, 5)})
-        with pytest.raises(ModelError, match="k_proj|shape"):
+        change_weights(folder, lambda _: {**tensors, name: torch.ones(3, 5)})
+        with pytest.raises(ModelError, match="k_proj|mismatched_sizes"):
             load_model(folder)
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "model.layers.0.self_attn.q_proj.bias",
-            "model.layers.1.self_attn.q_norm.weight",
-            "model.layers.0.self_attn.k_proj.lora_A.weight",
-            "model.norm.bias",
-            "lm_head.bias",
-        ],
-    )
+    @pytest.mark.parametrize("name", LEFT_OUT.split())
     def test_a_tensor_that_would_be_left_out(self, folder: Path, name: str) -> None:
         change_weights(folder, lambda tensors: {**tensors, name: torch.ones(4)})
         with pytest.raises(ModelError, match=f"also has {name}"):
             load_model(folder)
 
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "v_head.summary.weight",
-            "model.layers.9.self_attn.q_proj.weight",
-            "visual.patch.weight",
-            "model.layers.0.self_attn.rotary_emb.inv_freq",
-        ],
-    )
-    def test_other_heads_towers_and_layers_are_no_part_of_it(self, folder: Path, name: str) -> None:
-        change_weights(folder, lambda tensors: {**tensors, name: torch.ones(4)})
+    def test_other_heads_towers_and_layers_are_no_part_of_it(self, folder: Path) -> None:
+        change_weights(folder, lambda tensors: {**tensors, **{name: torch.ones(4) for name in NO_PART.split()}})
         assert load_model(folder).num_layers
 
     @pytest.mark.parametrize("suffix", ["weight", "qweight"])
     def test_where_another_process_loads_them(self, folder: Path, suffix: str) -> None:
         """vLLM looks for all tensors in dense checkpoints only."""
-        change_weights(
-            folder, lambda tensors: {n.replace("proj.weight", f"proj.{suffix}"): t for n, t in tensors.items()}
-        )
+        change_weights(folder, lambda each: {n.replace("proj.weight", f"proj.{suffix}"): t for n, t in each.items()})
         assert load_planning(folder).num_layers
         change_weights(folder, without(f"model.layers.1.mlp.up_proj.{suffix}"))
         with pytest.raises(ModelError, match=r"which lack model\.layers\.1\.mlp\.up_proj"):
             load_planning(folder)
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        ("lost", "words"),
-        [
-            ("model.embed_tokens.weight", "embed_tokens"),
-            ("model.norm.weight", r"model\.norm"),
-            (".self_attn.k_proj.weight", r"layers\.0\.self_attn\.k_proj"),
-            ("layers.1.self_attn.q_proj.bias", r"layers\.1\.self_attn\.q_proj\.bias"),
-            ("layers.1.mlp.down_proj.scales", r"layers\.1\.mlp\.down_proj\.scales"),
-            ("layers.0.mlp.down_proj.qweight", r"layers\.0\.mlp\.down_proj\.qweight"),
-        ],
-    )
-    def test_whatever_its_tensors_are_called(self, folder: Path, lost: str, words: str) -> None:
+    @pytest.mark.parametrize("lost", LOST.split())
+    def test_whatever_its_tensors_are_called(self, folder: Path, lost: str) -> None:
         """Quantised in all layers but the last one, as some are."""
 
         def quantise(tensors: Tensors) -> Tensors:
@@ -157,16 +135,8 @@ class TestAllTensorsAreThere:
 
         change_weights(folder, quantise)
         assert load_planning(folder).num_layers == 3
-        change_weights(folder, lambda tensors: {name: each for name, each in tensors.items() if lost not in name})
-        with pytest.raises(ModelError, match=f"which lack .*{words}"):
-            load_planning(folder)
-
-    @pytest.mark.parametrize("lost", ["layers.1.block_sparse_moe.experts.0.w1", ".experts.3."])
-    def test_experts(self, tiny_models: dict[str, str], tmp_path: Path, lost: str) -> None:
-        folder = copied(tiny_models["mixtral"], tmp_path / "model")
-        assert load_planning(folder).num_layers
-        change_weights(folder, lambda tensors: {name: each for name, each in tensors.items() if lost not in name})
-        with pytest.raises(ModelError, match=r"which lack .*experts\.[03]"):
+        change_weights(folder, without(lost))
+        with pytest.raises(ModelError, match=f"which lack .*{re.escape(lost.removesuffix('.weight'))}"):
             load_planning(folder)
 
     def test_pickles_and_lost_files_are_no_weights(self, folder: Path) -> None:
@@ -213,7 +183,7 @@ class TestEmbeddingModel:
 class TestFilesMayChange:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_a_running_engine_keeps_its_weights(
+    def test_a_running_one_keeps_them(
         self, tiny_models: dict[str, str], folder: Path, tmp_path: Path, dtype: str
     ) -> None:
         """The new version is copied over the old one, byte by byte, while both models are in use."""
@@ -253,25 +223,22 @@ assert engine.generate("Hello", SamplingParams(max_tokens=2), method="full").tok
         tensors, _ = read_tensors(tmp_path / "heads.st")
         assert runtimes and tensors and str(tmp_path) not in Path("/proc/self/maps").read_text()
 
-    def test_weights_that_accelerate_moves_to_a_device(self) -> None:
+    def test_weights_that_accelerate_moves_and_tied_ones(self, tiny_models: Models) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
         before = [each.detach() for each in model.parameters()]
         cpu_offload(model, execution_device=torch.device("cpu"))
         copy_mapped(model)
-        rows = torch.randn(4, 2)
-        expected = model(rows)
+        expected = model(rows := torch.randn(4, 2))
         for each in before:
             each.zero_()
         assert torch.equal(model(rows), expected) and expected.any()
-
-    def test_tied_weights_stay_tied(self, tiny_models: dict[str, str]) -> None:
-        model: Any = load_model(tiny_models["qwen2"]).model
         shared = torch.nn.Linear(2, 2)
         shared.bias = shared.weight  # type: ignore[assignment]
         copy_mapped(shared)
         assert shared.bias is shared.weight
-        if model.config.tie_word_embeddings:
-            assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        tied: Any = load_model(tiny_models["qwen2"]).model
+        if tied.config.tie_word_embeddings:
+            assert tied.lm_head.weight.data_ptr() == tied.model.embed_tokens.weight.data_ptr()
 
 
 class TestTrainedAgain:
@@ -290,26 +257,23 @@ class TestTrainedAgain:
         assert old.generate(rag_prompt(CHUNKS), FEW).token_ids == before.token_ids
         assert load_model(folder) is new.primary, "the earlier weights are freed with the engines that have them"
 
-    def test_so_has_a_planner(self, folder: Path) -> None:
-        before = load_planning(folder)
-        assert load_planning(folder) is before
+    def test_every_file_counts(self, folder: Path) -> None:
+        """For planners, too, and for a tokenizer without weights."""
+        loaded, planned = load_model(folder), load_planning(folder)
+        assert load_planning(folder) is planned
+        for file in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+            content = (folder / file).read_text() if (folder / file).exists() else "{}"
+            changed = json.dumps({**json.loads(content), "more": 1}) if file.endswith("json") else content + " "
+            (folder / file).write_text(changed)
+            assert load_model(folder) is not loaded, file
+            loaded = load_model(folder)
         change_weights(folder, random_weights)
-        assert load_planning(folder).fingerprint != before.fingerprint
+        assert load_planning(folder).fingerprint != planned.fingerprint
 
-    @pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
-    def test_every_file_counts(self, folder: Path, file: str) -> None:
-        before = load_model(folder)
-        path = folder / file
-        is_json = path.suffix == ".json"
-        content = path.read_text() if path.exists() else "{}"
-        path.write_text(json.dumps({**json.loads(content), "more": 1}) if is_json else content + " ")
-        assert load_model(folder) is not before
+        def count() -> int:
+            return len(load_tokenizer(str(folder), dtype="float32", device="cpu")("lighthouse keeper"))
 
-    def test_a_tokenizer_without_weights(self, folder: Path) -> None:
-        count = load_tokenizer(str(folder), dtype="float32", device="cpu")
-        before = count("lighthouse keeper")
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        before, tokenizer = count(), json.loads((folder / "tokenizer.json").read_text())
         tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "lighthouse"}, "content": ""}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-        after = load_tokenizer(str(folder), dtype="float32", device="cpu")("lighthouse keeper")
-        assert len(after) < len(before)
+        assert count() < before

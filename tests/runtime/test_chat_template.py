@@ -12,6 +12,32 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import text
 from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, Models, Patch, build_model
 
+ENDLESS = r"""
+'xy' | center(9999999999)
+'xy' | indent(9999999999)
+'xy' | indent('x' * 999999999)
+'xy' | batch(9999999999, 'x') | list
+'xy' | slice(9999999999) | list
+'xy' | tojson(indent=9999999999)
+'x'.center(9999999999)
+'x'.ljust(9999999999)
+'x'.rjust(9999999999)
+'x'.zfill(9999999999)
+'\t'.expandtabs(2147483647)
+('x' * 9999).replace('x', 'y' * 9999999)
+('x' * 9999).join(['y'] * 99999)
+('x' * 9999).join(range(99999) | map('string'))
+'{:>9999999999}'.format('x')
+'{:>{}}'.format('x', 9999999999)
+('{0}' * 9999).format('x' * 999999)
+'{x:>9999999999}'.format_map({'x': 'y'})
+('x' * 9999).translate({120: 'y' * 9999999})
+(1).to_bytes(9999999999, 'big')
+'%9999999999d' % 1
+'%*d' % (9999999999, 1)
+'%s' * 9999 % (('x' * 9999999,) * 9999)
+'%9999999999d' | format(1)
+"""
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "side by side": "{% for a in range(99) %}" + "{% for b in range(9999) %}x{% endfor %}" * 9 + "{% endfor %}",
@@ -54,40 +80,7 @@ HOSTILE = {
     "filtered text": "{% set x | center(9999999999) %}x{% endset %}",
     "by a name that is made": "{{ 'x'[('cen' ~ 'ter')](9999999999) }}",
     "by attr": "{{ ('x' | attr('center'))(9999999999) }}",
-    **{
-        f"filter {each}": "{{ 'xy' | " + each + " }}"
-        for each in (
-            "center(9999999999)",
-            "indent(9999999999)",
-            "indent('x' * 999999999)",
-            "batch(9999999999, 'x') | list",
-            "slice(9999999999) | list",
-            "tojson(indent=9999999999)",
-        )
-    },
-    **{
-        f"method {each}": "{{ " + each + " }}"
-        for each in (
-            "'x'.center(9999999999)",
-            "'x'.ljust(9999999999)",
-            "'x'.rjust(9999999999)",
-            "'x'.zfill(9999999999)",
-            "'\t'.expandtabs(2147483647)",
-            "('x' * 9999).replace('x', 'y' * 9999999)",
-            "('x' * 9999).join(['y'] * 99999)",
-            "('x' * 9999).join(range(99999) | map('string'))",
-            "'{:>9999999999}'.format('x')",
-            "'{:>{}}'.format('x', 9999999999)",
-            "('{0}' * 9999).format('x' * 999999)",
-            "'{x:>9999999999}'.format_map({'x': 'y'})",
-            "('x' * 9999).translate({120: 'y' * 9999999})",
-            "(1).to_bytes(9999999999, 'big')",
-            "'%9999999999d' % 1",
-            "'%*d' % (9999999999, 1)",
-            "'%s' * 9999 % (('x' * 9999999,) * 9999)",
-            "'%9999999999d' | format(1)",
-        )
-    },
+    **{f"method {each}": "{{ " + each + " }}" for each in ENDLESS.strip().splitlines()},
     "training": (
         "{% generation %}{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}{% endgeneration %}"
     ),
@@ -164,16 +157,13 @@ class TestHostile:
         template = "{% for m in messages %}" + over + "ok{% endfor %}"
         monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
         assert runtime.render_chat(USER) == "ok"
-        with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
-            runtime.render_chat([{"role": "user", "content": "x" * 9999}])
         only_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
-        monkeypatch.setattr(runtime.tokenizer, "chat_template", only_system + template)
-        with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
-            runtime.render_chat([{"role": "system", "content": "x" * 9999}])
-
-    def test_a_function_that_writes_without_end(self, runtime: ModelRuntime, monkeypatch: Patch) -> None:
+        for role, each in (("user", template), ("system", only_system + template)):
+            monkeypatch.setattr(runtime.tokenizer, "chat_template", each)
+            with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
+                runtime.render_chat([{"role": role, "content": "x" * 9999}])
         monkeypatch.setattr(runtime.tokenizer, "chat_template", "{{ lipsum(n=99999999) }}")
-        with pytest.raises(ConfigurationError, match="refuses"):
+        with pytest.raises(ConfigurationError, match="refuses"):  # a function that writes without end
             runtime.render_chat(USER)
 
     def test_when_a_model_is_loaded(self, tmp_path: Path, tiny_models: Models, monkeypatch: Patch) -> None:
@@ -190,9 +180,7 @@ class TestOthers:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("chat", CHATS)
     @pytest.mark.parametrize("name", PLAIN)
-    def test_are_rendered_as_transformers_does(
-        self, runtime: ModelRuntime, monkeypatch: Patch, name: str, chat: str
-    ) -> None:
+    def test_as_transformers_does(self, runtime: ModelRuntime, monkeypatch: Patch, name: str, chat: str) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", PLAIN[name])
         for tools in (None, [TOOL]):
             assert runtime.render_chat(CHATS[chat], tools=tools or ()) == as_transformers(runtime, CHATS[chat], tools)

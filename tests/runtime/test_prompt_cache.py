@@ -82,8 +82,7 @@ class TestRuns:
         new = [*old[:500], *tokens(shift, 2), *old[500:]]
         cache = holding(old)
         with cache.match(new, "any method", moves=range(10**6)) as match:
-            assert match.num_tokens == 496
-            assert moved(match) == [(500 + shift, 800 + shift, 500)]
+            assert match.num_tokens == 496 and moved(match) == [(500 + shift, 800 + shift, 500)]
         check(cache, new)
 
     def test_behind_a_deletion_and_a_replacement(self) -> None:

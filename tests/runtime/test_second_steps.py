@@ -12,7 +12,7 @@ from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.measuring import FusedCache
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.prompt_cache import PromptCache
-from tests.conftest import CACHECLIP, SENTENCES, Logs, Models, Patch
+from tests.conftest import CACHECLIP, SENTENCES, Logs, Models, Patch, raising
 from tests.engine.asking import SHORT, rag
 from tests.fusion.test_blocks import BLOCK_BYTES, SIZE, filled, found, refs, room
 
@@ -44,16 +44,11 @@ def when_copied(monkeypatch: Patch, number: int, act: Callable[[], object]) -> l
     return copied
 
 
+fail, fail_in_python = raising(RuntimeError("out of memory")), raising(MemoryError())
+
+
 def holds_nothing(cache: PromptCache) -> bool:
     return cache.stats.bytes == 0 == cache.stats.continued_bytes and cache.stats.blocks == 0
-
-
-def fail() -> None:
-    raise RuntimeError("out of memory")
-
-
-def fail_in_python() -> None:
-    raise MemoryError
 
 
 class TestRelease:
@@ -100,12 +95,7 @@ class TestCopiesThatFail:
     @pytest.mark.parametrize("error", [fail, fail_in_python])
     @pytest.mark.parametrize("method", ["cacheclip", "prefix"])
     def test_cost_no_answer(
-        self,
-        engine: CacheClipEngine,
-        method: str,
-        error: Callable[[], None],
-        monkeypatch: Patch,
-        caplog: Logs,
+        self, engine: CacheClipEngine, method: str, error: Callable[[], None], monkeypatch: Patch, caplog: Logs
     ) -> None:
         with monkeypatch.context() as patch:
             copied = when_copied(patch, 0, fail)
@@ -161,14 +151,10 @@ class TestCutBack:
             continued = kept.num_tokens
         span = engine.plan(prompt).reused[-1]
         assert span.whole == other and span.start < known < continued < span.stop
-        monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", continuing)
+        name = "cacheclip_rag.answering.pipeline.least_computed"  # as if the exact blocks had come after the plan
+        monkeypatch.setattr(name, lambda plan, runs: replace(plan, continues=True))
         stats = engine.generate(prompt, SHORT).stats
         assert (stats.continued_tokens, stats.continued_turns, stats.stale_from) == (0, 0, None)
         assert stats.cached_prefix_tokens == span.start
         with engine.prefixes.match(ids, method) as kept:
             assert [(run.stop, run.turns) for run in kept.runs] == [(known, 0), (len(ids), 1)]
-
-
-def continuing(plan: Any, runs: object) -> Any:
-    """As if the exact blocks had come after the plan was made."""
-    return replace(plan, continues=True)

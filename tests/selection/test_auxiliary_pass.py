@@ -49,31 +49,29 @@ def asked(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Asked
     return Asked(EngineConfig(**models, codec="float32"), monkeypatch)
 
 
-class TestQuestion:
-    def test_of_a_long_one_the_last_tokens(self, asked: Asked) -> None:
-        text = " ".join([QUESTION] * 12)
-        whole, found = asked.runtime.tokenize(text), question_ids(asked.runtime, text)
-        assert found == whole.ids[-MAX_QUESTION_TOKENS:]
-        asked(CHUNKS, text)
-        assert asked.looks[0][0] == found
+def test_of_a_long_question_the_last_tokens(asked: Asked) -> None:
+    text = " ".join([QUESTION] * 12)
+    whole, found = asked.runtime.tokenize(text), question_ids(asked.runtime, text)
+    assert found == whole.ids[-MAX_QUESTION_TOKENS:]
+    asked(CHUNKS, text)
+    assert asked.looks[0][0] == found
 
 
-class TestDamage:
-    def test_a_chunk_that_cannot_be_read_is_computed_behind_its_own_prefix(
-        self, asked: Asked, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Here and now, with the very KV that was stored: the scores stay what they are."""
-        for chunk in CHUNKS:
-            asked.caches.write(chunk)
-        expected = asked(CHUNKS, QUESTION)
-        lose(monkeypatch, asked.caches, CHUNKS[1])
-        found = asked(CHUNKS, QUESTION)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-        encode = type(asked.runtime).encode
-        monkeypatch.setattr(type(asked.runtime), "encode", lambda self, ids, prefix=None: encode(self, ids))
-        wrong = asked(CHUNKS, QUESTION)
-        assert float((wrong[1] - expected[1]).abs().max()) > 1e-2, "without its prefix it reads otherwise"
+def test_a_chunk_that_cannot_be_read_is_computed_behind_its_prefix(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here and now, with the very KV that was stored: the scores stay what they are."""
+    for chunk in CHUNKS:
+        asked.caches.write(chunk)
+    expected = asked(CHUNKS, QUESTION)
+    lose(monkeypatch, asked.caches, CHUNKS[1])
+    found = asked(CHUNKS, QUESTION)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    encode = type(asked.runtime).encode
+    monkeypatch.setattr(type(asked.runtime), "encode", lambda self, ids, prefix=None: encode(self, ids))
+    wrong = asked(CHUNKS, QUESTION)
+    assert float((wrong[1] - expected[1]).abs().max()) > 1e-2, "without its prefix it reads otherwise"
 
 
 class TestParts:

@@ -5,19 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.auxiliary_pass import score_chunks
+from tests.conftest import LLAMA, Logs, Models, build_model, rag_prompt
 from tests.fusion.cases import reference_model
 
 PREFIX = "You answer questions about lighthouses."
 
 
 @torch.inference_mode()
-def slow_score(folder: str, prefix: list[int], chunk: list[int], question: list[int]) -> torch.Tensor:
-    """Last layer's attention, mean over heads and question rows, the chunk's columns."""
+def slow_score(folder: str, prefix: list[int], chunk: list[int], question: list[int], layer: int = -1) -> torch.Tensor:
+    """A layer's attention, mean over heads and question rows, the chunk's columns."""
     output = reference_model(folder)(input_ids=torch.tensor([[*prefix, *chunk, *question]]), output_attentions=True)
-    attention = output.attentions[-1][0]  # (num_heads, num_tokens, num_tokens)
+    attention = output.attentions[layer][0]  # (num_heads, num_tokens, num_tokens)
     columns = slice(len(prefix), len(prefix) + len(chunk))
     return attention[:, -len(question) :, columns].mean(dim=(0, 1))
 
@@ -49,22 +51,16 @@ def scored(folder: str, chunks: list[str], question: str) -> Scored:
 
 
 def test_every_chunk_equals_eager_attention(scored: Scored, folder: str) -> None:
+    """And not that of another layer; stored KV is not written to."""
+    before = [kv.clone() for kv in (scored.prefix, *scored.kv)]
     scores = scored.scores(*range(len(scored.kv)))
+    assert all(torch.equal(a, b) for a, b in zip(before, (scored.prefix, *scored.kv), strict=True))
     for score, ids in zip(scores, scored.chunk_ids, strict=True):
         expected = slow_score(folder, scored.prefix_ids, ids, scored.question_ids)
         assert score.shape == (len(ids),) and score.dtype == torch.float32
         assert float((score - expected).abs().max()) < 1e-5
-
-
-def test_twin_another_layer_is_not_equal(scored: Scored, folder: str) -> None:
-    """The reference can tell layers apart, so the test above says something."""
-    ids = scored.chunk_ids[0]
-    sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
-    with torch.inference_mode():
-        attention = reference_model(folder)(input_ids=sequence, output_attentions=True).attentions[0][0]
-    start = len(scored.prefix_ids)
-    first_layer = attention[:, -len(scored.question_ids) :, start : start + len(ids)].mean(dim=(0, 1))
-    assert float((scored.scores(0)[0] - first_layer).abs().max()) > 1e-3
+    first_layer = slow_score(folder, scored.prefix_ids, scored.chunk_ids[0], scored.question_ids, layer=0)
+    assert float((scores[0] - first_layer).abs().max()) > 1e-3
 
 
 def test_another_question_gives_other_scores(folder: str, chunks: list[str], question: str) -> None:
@@ -79,31 +75,16 @@ def test_without_a_prefix(folder: str, chunks: list[str], question: str) -> None
         assert float((score - slow_score(folder, [], ids, scored.question_ids)).abs().max()) < 1e-5
 
 
-def test_stored_kv_is_not_written_to(scored: Scored) -> None:
-    before = [kv.clone() for kv in (scored.prefix, *scored.kv)]
-    scored.scores(0, 1, 2)
-    assert all(torch.equal(a, b) for a, b in zip(before, (scored.prefix, *scored.kv), strict=True))
-
-
-def test_chunk_that_fills_the_auxiliary_context(
-    tiny_models: dict[str, str], tmp_path: Path, chunks: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_chunk_that_fills_the_auxiliary(tiny_models: Models, tmp_path: Path, chunks: list[str], caplog: Logs) -> None:
     """It cannot be scored; the others are, and the log says so."""
-    from cacheclip_rag import CacheClipEngine, SamplingParams
-    from tests.conftest import LLAMA, build_model, rag_prompt
-
     small = build_model(tmp_path / "small", {**LLAMA, "num_hidden_layers": 2}, seed=1, context=256)
-    engine = CacheClipEngine(
-        primary=tiny_models["llama"], auxiliary=str(small), method="cacheclip", chunk_context="prefix"
-    )
-    caches = engine.parts.models.auxiliary_caches
-    words = " ".join(chunks * 2).split()
+    models = {"primary": tiny_models["llama"], "auxiliary": str(small)}
+    engine = CacheClipEngine(**models, method="cacheclip", chunk_context="prefix")
+    caches, words = engine.parts.models.auxiliary_caches, " ".join(chunks * 2).split()
     while len(caches.tokenize(long := " ".join(words))) > 256 - len(caches.prefix_ids) - 4:
         words.pop()
     engine.precompute([chunks[0], chunks[1], long])
-    stats = engine.generate(
-        rag_prompt([chunks[0], long, chunks[1]]), SamplingParams(max_tokens=1), recompute_ratio=0.1
-    ).stats
+    stats = engine.generate(rag_prompt([chunks[0], long, chunks[1]]), max_tokens=1, recompute_ratio=0.1).stats
     assert stats.fallback is None and stats.recomputed_tokens == round(0.1 * stats.chunk_tokens)
     assert "1 of 2 chunks leave the auxiliary model" in caplog.text
 

@@ -39,14 +39,11 @@ def hot(*positions: int, length: int = 24) -> torch.Tensor:
 
 
 class TestExamples:
-    def test_window_score_keeps_a_span_over_a_window_border_whole(self) -> None:
+    def test_a_span_over_a_window_border(self) -> None:
+        """Tokens 5 to 12: three in the first window, five in the second; where windows are aligned, more than five are
+        needed."""
         assert chosen(Windows().take([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
-
-    def test_v1_literal_loses_a_span_over_a_window_border(self) -> None:
-        """Tokens 5 to 12: three in the first window, five in the second; more than five are needed."""
         assert chosen(AlignedWindows().take([hot(*range(5, 13))], 8)) == [[]]
-
-    def test_other_window_and_threshold(self) -> None:
         scores = hot(4, 5, 6)
         assert chosen(AlignedWindows(4, threshold=2).take([scores], 3)) == [[4, 5, 6]]
         assert chosen(AlignedWindows(4, threshold=3).take([scores], 3)) == [[]]
@@ -57,39 +54,27 @@ class TestExamples:
         assert chosen(grouping.take([torch.empty(0)], 5)) == [[]]
         assert chosen(grouping.take([hot(1, 2)], 0)) == [[]]
 
-    @pytest.mark.parametrize(
-        ("cls", "settings"),
-        [
-            (Windows, (0,)),
-            (Windows, (True,)),
-            (Windows, (2.5,)),
-            (AlignedWindows, (8, 8)),
-            (AlignedWindows, (8, -1)),
-            (AlignedWindows, (4, 5)),
-            (AlignedWindows, (4, True)),
-        ],
-    )
-    def test_contradictions_are_refused(self, cls: type[Grouping], settings: tuple[int, ...]) -> None:
+    @pytest.mark.parametrize("settings", [(0,), (True,), (2.5,), (8, 8), (8, -1), (4, 5), (4, True)])
+    def test_contradictions_are_refused(self, settings: tuple[int, ...]) -> None:
         with pytest.raises(ConfigurationError, match="size|threshold"):
-            cls(*settings)
+            (Windows if len(settings) == 1 else AlignedWindows)(*settings)  # type: ignore[operator]
 
 
 class TestProperties:
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings)
     def test_never_above_budget(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
-        masks = grouping.take(tensors(scores), budget)
+        """Deterministic, the input untouched, and among all by default."""
+        inputs = tensors(scores)
+        masks = grouping.take(inputs, budget)
         assert [len(m) for m in masks] == [len(s) for s in scores]
         assert all(m.dtype == torch.bool for m in masks)
         assert len(flat(masks)) <= budget
-
-    @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 60), grouping=groupings)
-    def test_deterministic_and_input_untouched(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
-        given_tensors = tensors(scores)
-        first = grouping.take(given_tensors, budget)
-        assert flat(first) == flat(grouping.take(given_tensors, budget))
-        assert [t.tolist() for t in given_tensors] == scores
+        everything = [torch.ones(len(s), dtype=torch.bool) for s in scores]
+        assert (
+            flat(masks) == flat(grouping.take(inputs, budget)) == flat(grouping.take(inputs, budget, among=everything))
+        )
+        assert [t.tolist() for t in inputs] == scores
 
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings, data=st.data())
@@ -109,14 +94,6 @@ class TestProperties:
         ]
         if grouping == Windows():
             assert len(flat(masks)) == min(budget, sum(map(len, left)))
-
-    @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings)
-    def test_among_all_is_the_default(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
-        everything = [torch.ones(len(s), dtype=torch.bool) for s in scores]
-        assert flat(grouping.take(tensors(scores), budget, among=everything)) == flat(
-            grouping.take(tensors(scores), budget)
-        )
 
 
 class TestBruteForce:

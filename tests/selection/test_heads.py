@@ -25,11 +25,12 @@ from cacheclip_rag.selection.heads import (
     model_digest,
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
-from tests.conftest import CACHECLIP, CHUNKS
+from tests.conftest import CACHECLIP, CHUNKS, spied
 from tests.fusion.cases import reference_model
 from tests.selection.test_auxiliary_scores import Scored
 
 SHA = "a" * 64
+PROMPT = "\n\n".join([*CHUNKS, "What is the magic number?"])
 
 
 def some_heads(runtime: Any, **changes: Any) -> HeadSet:
@@ -72,13 +73,11 @@ class TestScores:
             assert float((found - scores(scored, other, number)[0]).abs().max()) > 1e-4
 
     def test_one_softmax_over_all_chunks(self, scored: Scored) -> None:
-        found = scores(scored, some_heads(scored.runtime))
-        assert sum(float(score.sum()) for score in found) == pytest.approx(1.0, abs=1e-5)
-
-    def test_sinks_score_nothing_and_leave_the_rest_to_others(self, scored: Scored) -> None:
-        found = scores(scored, replace(some_heads(scored.runtime), sinks=3))
-        assert all(not score[:3].any() and bool((score[3:] > 0).all()) for score in found)
-        assert sum(float(score.sum()) for score in found) == pytest.approx(1.0, abs=1e-5)
+        """Sinks score nothing and leave the rest to others."""
+        for sinks in (0, 3):
+            found = scores(scored, replace(some_heads(scored.runtime), sinks=sinks))
+            assert all(not score[:sinks].any() and bool((score[sinks:] > 0).all()) for score in found)
+            assert sum(float(score.sum()) for score in found) == pytest.approx(1.0, abs=1e-5)
 
     def test_a_chunk_of_nothing_but_sinks_does_not_upset_the_others(self, folder: str, question: str) -> None:
         scored = Scored(load_model(folder), ["x", *CHUNKS[:2]], question)
@@ -100,13 +99,9 @@ class TestFiles:
         heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), sinks=3, about={"seed": 7, "data": ["x"]})
         heads.save(tmp_path / "heads.safetensors")
         found = HeadSet.load(tmp_path / "heads.safetensors")
-        assert (
-            found.digest() == heads.digest()
-            and found.about == heads.about
-            and found.heads == heads.heads
-            and found.sinks == 3
-        )
-        assert torch.equal(found.weights, heads.weights)
+        for name in ("about", "heads", "sinks"):
+            assert getattr(found, name) == getattr(heads, name)
+        assert found.digest() == heads.digest() and torch.equal(found.weights, heads.weights)
 
     def test_the_digest_covers_what_decides_scores(self) -> None:
         heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]))
@@ -121,22 +116,22 @@ class TestFiles:
 
     def test_bad_files_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "heads.safetensors"
-        with pytest.raises(ModelError, match="no head set at .*cacheclip finetune"):
-            HeadSet.load(path)
+
+        def refused(message: str) -> None:
+            with pytest.raises(ModelError, match=message):
+                HeadSet.load(path)
+
+        refused("no head set at .*cacheclip finetune")
         path.write_bytes(b"rubbish")
-        with pytest.raises(ModelError, match="cannot be read"):
-            HeadSet.load(path)
-        heads = HeadSet(SHA, ((0, 1),), torch.tensor([1.0]))
-        heads.save(path)
+        refused("cannot be read")
+        HeadSet(SHA, ((0, 1),), torch.tensor([1.0])).save(path)
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(ModelError, match="it is damaged"):
-            HeadSet.load(path)
+        refused("it is damaged")
         header = {"format": "99", "auxiliary_sha256": SHA, "heads": json.dumps([[0, 1]]), "about": "{}", "sha256": "x"}
         path.write_bytes(whole)
         save_file(load_file(path), path, metadata=header)
-        with pytest.raises(ModelError, match="its format is 99, this version reads 1"):
-            HeadSet.load(path)
+        refused("its format is 99, this version reads 1")
 
 
 def with_heads(config: EngineConfig, heads: HeadSet) -> CacheClipEngine:
@@ -166,9 +161,7 @@ class TestEngine:
         with pytest.raises(ModelError, match="does not have"):
             _ = CacheClipEngine(config).head_set
 
-    def test_where_it_is_looked_for(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_where(self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The pair's, then the package's, then none."""
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")
@@ -183,22 +176,17 @@ class TestEngine:
         of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
         assert find_head_set(auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
 
-    def test_it_decides_what_is_recomputed_and_what_a_certificate_is_about(
-        self, config: EngineConfig, heads: HeadSet
-    ) -> None:
+    def test_it_decides_what_is_recomputed_and_certified(self, config: EngineConfig, heads: HeadSet) -> None:
         tuned, plain = with_heads(config, heads), CacheClipEngine(config)
         found = []
         for engine in (tuned, plain):
             engine.precompute(CHUNKS)
-            prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
-            by_layer = [engine.prefill(prompt, method=method).logits for method in (clip(), clip(layers="last"))]
-            found.append(by_layer)
+            found.append([engine.prefill(PROMPT, method=method).logits for method in (clip(), clip(layers="last"))])
         assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[1][0], found[1][1])
         assert not torch.equal(found[0][0], found[0][1])
-        method = preset("cacheclip")
-        assert tuned.parts.certificates.identity(method).digest() != plain.parts.certificates.identity(method).digest()
-        direct = preset("direct")
-        assert tuned.parts.certificates.identity(direct).digest() == plain.parts.certificates.identity(direct).digest()
+        for name, is_other in (("cacheclip", True), ("direct", False)):
+            one, other = (each.parts.certificates.identity(preset(name)).digest() for each in (tuned, plain))
+            assert (one != other) == is_other
 
     def test_the_default_method_asks_the_auxiliary_where_it_has_one(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,8 +199,7 @@ class TestEngine:
         assert own.make_method() == own.make_method("auto") == preset("cacheclip")
         assert own.make_method("auto", 0.5).nominal_ratio == 0.5
         own.precompute(CHUNKS)
-        prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
-        one_token = SamplingParams(max_tokens=1)
+        prompt, one_token = PROMPT, SamplingParams(max_tokens=1)
         assert own.generate(prompt, one_token).stats.method == "cacheclip"
         assert own.generate(prompt, one_token, method="auto").stats.method == "cacheclip"
         without_heads.parts.use_heads(None)
@@ -235,16 +222,13 @@ class TestEngine:
         sets = {name: replace(heads, weights=torch.tensor(each)) for name, each in weights.items()}
         for name, each in sets.items():
             each.save(tmp_path / "heads" / f"{name}.safetensors")
-        prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
 
         def logits(engine: CacheClipEngine, method: Method) -> torch.Tensor:
-            return engine.prefill(prompt, method=method).logits
+            return engine.prefill(PROMPT, method=method).logits
 
         engine = with_heads(config, sets["a"])
         engine.precompute(CHUNKS)
-        reads: list[Path] = []
-        load = HeadSet.load
-        monkeypatch.setattr(HeadSet, "load", lambda path: (reads.append(path), load(path))[1])
+        reads = spied(monkeypatch, HeadSet, "load")
         for name in "ab":
             alone = with_heads(config, sets[name])
             alone.precompute(CHUNKS)

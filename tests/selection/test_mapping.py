@@ -1,14 +1,15 @@
 """Mapping of scores between tokenizers by character offsets."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection.auxiliary_pass import map_scores
-from tests.conftest import examples
+from tests.conftest import CHUNKS, examples
 
 TEXTS = [
     "The magic number is 7316042.",
@@ -77,31 +78,25 @@ class TestProperties:
 
 
 class TestRealTokenizers:
+    @staticmethod
+    def offsets(tiny_models: dict[str, str], text: str) -> tuple[Any, Any]:
+        """Of the auxiliary's tokens, and of the primary's."""
+        return load_model(tiny_models["auxiliary"]).tokenize(text), load_model(tiny_models["llama"]).tokenize(text)
+
     @pytest.mark.parametrize("text", TEXTS)
     def test_offsets_of_real_tokenizers_cover_the_text(self, tiny_models: dict[str, str], text: str) -> None:
         """No character that both tokenizers cover is lost on the way: all ones stay all ones."""
-        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
-        source, target = auxiliary.tokenize(text), primary.tokenize(text)
+        source, target = self.offsets(tiny_models, text)
         assert {c for a, b in target.offsets for c in range(a, b)} == set(range(len(text)))
         ones = map_scores(np.ones(len(source)), source.columns[1], target.columns[1])
         assert ones.tolist() == [1.0] * len(target)
 
-    def test_real_texts_are_cut_differently_and_still_map(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
-        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
-        for text in chunks:
-            source, target = auxiliary.tokenize(text), primary.tokenize(text)
-            assert len(source) > len(target)  # or the test says nothing
-            scores = [i / len(source) for i in range(len(source))]
-            assert mapped(scores, list(source.offsets), list(target.offsets)) == brute(
-                scores, list(source.offsets), list(target.offsets)
-            )
-
     @examples(50)
-    @given(text=st.text(max_size=30))
+    @given(text=st.text(max_size=30) | st.sampled_from(CHUNKS))
+    @example(CHUNKS[0])
+    @example(CHUNKS[3])
     def test_any_text(self, tiny_models: dict[str, str], text: str) -> None:
-        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
-        source, target = auxiliary.tokenize(text), primary.tokenize(text)
-        scores = [(i % 7) / 7 for i in range(len(source))]
-        assert mapped(scores, list(source.offsets), list(target.offsets)) == brute(
-            scores, list(source.offsets), list(target.offsets)
-        )
+        source, target = self.offsets(tiny_models, text)
+        assert text not in CHUNKS or len(source) > len(target), "real texts are cut differently"
+        scores, offsets = [(i % 7) / 7 for i in range(len(source))], (list(source.offsets), list(target.offsets))
+        assert mapped(scores, *offsets) == brute(scores, *offsets)

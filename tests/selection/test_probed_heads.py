@@ -32,10 +32,7 @@ def slow_logits(query: torch.Tensor, key: torch.Tensor, rule: AttentionRule, hea
 
 def blocks() -> dict[str, Any]:
     rows, keys, positions = slice(0, 4), slice(0, NUM_KEYS), torch.tensor([3, 9, 15, 22])
-    return {
-        "block": Block.of(rows, keys, positions),
-        "side by side": SideBySide(rows, keys, torch.tensor([0, 3])),
-    }
+    return {"block": Block.of(rows, keys, positions), "side by side": SideBySide(rows, keys, torch.tensor([0, 3]))}
 
 
 @pytest.mark.parametrize("logits", [True, False])

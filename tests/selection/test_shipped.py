@@ -63,25 +63,11 @@ def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
 def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
     """Config and tokenizer as they are published, which differ from those of the GGUF file."""
     published = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 576,
-        "initializer_range": 0.041666666666666664,
-        "intermediate_size": 1536,
-        "max_position_embeddings": 8192,
-        "model_type": "llama",
-        "num_attention_heads": 9,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 3,
-        "pad_token_id": 2,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 49152,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_scaling": None},
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "rms_norm_eps": 1e-05, "rope_theta": rope_theta},
+        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "max_position_embeddings": 8192},
+        **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+        **{"vocab_size": 49152, "initializer_range": 0.041666666666666664},
     }
     (tmp_path / "config.json").write_text(json.dumps(published))
     converted = Path(load_module.resolve("packaged:smollm2-135m"))
@@ -143,7 +129,7 @@ class TestOtherWeights:
         one, two = (engine.parts.certificates.identity(engine.make_method("cacheclip")) for engine in engines)
         assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
 
-    def test_a_planner_without_the_primarys_weights_has_it(
+    def test_a_planner_without_weights_has_it(
         self, heads: HeadSet, other: Path, tiny_models: Models, tmp_path: Path
     ) -> None:
         """Without a head set, the default method would need the primary's weights, and the planner would refuse."""
@@ -155,27 +141,24 @@ class TestOtherWeights:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize(
-        ("spec", "vocab_size"),
+        "change",
         [
-            ({**AUXILIARY, "num_hidden_layers": 3}, 300),
-            ({**AUXILIARY, "num_key_value_heads": 4}, 300),
-            ({**AUXILIARY, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, 300),
-            ({**AUXILIARY, "architecture": "qwen2"}, 300),
-            (AUXILIARY, 301),
+            *({"num_hidden_layers": 3}, {"num_key_value_heads": 4}, {"architecture": "qwen2"}, {"vocab_size": 301}),
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
         ],
-        ids=["layers", "kv-heads", "rope-theta", "architecture", "vocabulary"],
+        ids=str,
     )
-    def test_other_models_do_not(self, heads: HeadSet, tmp_path: Path, spec: dict[str, Any], vocab_size: int) -> None:
-        runtime = load_model(build_model(tmp_path / "model", spec, vocab_size=vocab_size, seed=1))
+    def test_other_models_do_not(self, heads: HeadSet, tmp_path: Path, change: dict[str, Any]) -> None:
+        spec = {**AUXILIARY, **change}
+        runtime = load_model(build_model(tmp_path / "model", spec, vocab_size=spec.pop("vocab_size", 300), seed=1))
         assert shipped_set(runtime) is None
 
     def test_a_model_with_another_tokenizer_does_not(self, heads: HeadSet, other: Path) -> None:
+        """But one that only splits digits otherwise does."""
         assert shipped_set(load_model(other)) is not None
         changed = Path(shutil.copytree(other, other.parent / "changed"))
         make_tokenizer(300, ["Quite different words, of which it learns others."]).save_pretrained(changed)
         assert shipped_set(load_model(changed)) is None
-
-    def test_a_tokenizer_that_only_splits_digits_otherwise_does(self, heads: HeadSet, other: Path) -> None:
         split_digits(other / "tokenizer.json")
         assert shipped_set(load_model(other)) is not None
 
