@@ -32,12 +32,10 @@ from typing import Any
 from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine, PromptTooLongError, SamplingParams
-from cacheclip_rag.measuring import processor_name
+from cacheclip_rag.measuring import known_kv, processor_name
 from cacheclip_rag.runtime import KVSource
 
 ANSWER = SamplingParams(max_tokens=48)
-BORDER, END = 8, 64
-"""First tokens of a moved run, and last ones of a prompt, which are computed."""
 SHIFTED_RUN = 256
 """Least tokens of a run that llama.cpp's server is asked to shift."""
 Messages = list[dict[str, Any]]
@@ -105,17 +103,17 @@ def shares(engine: CacheClipEngine, requests: Iterable[Messages]) -> dict[str, i
     before: Sequence[int] = ()
     for messages in requests:
         try:
-            plan = engine.plan(messages, method="full")
+            plan = engine.plan(messages)
         except PromptTooLongError:
             continue
         ids = plan.layout.token_ids
-        with engine.prefixes.match(ids[:-1], engine.make_method(), moves=range(max(0, len(ids) - END))) as match:
-            runs = match.runs
+        with engine.parts.kv_sources(plan.method).match(plan.method, plan.layout, continued=True, moves=True) as match:
+            known = known_kv(plan.layout, (), match.runs)
         counts["requests"] += 1
         counts["tokens"] += len(ids)
         counts["prefix"] += engine.prefixes.known(ids[:-1])
         counts["shifted"] += shifted(before, ids)
-        counts["moved"] += sum(run.stop - run.start - BORDER * (run.source == KVSource.MOVED) for run in runs)
+        counts["moved"] += len(ids) - known.count(KVSource.COMPUTED)
         engine.prefixes.insert(ids, NoKV(len(ids), engine.primary.new_cache(16).token_bytes))
         before = ids
     return counts
