@@ -73,26 +73,19 @@ class TestChat:
         with pytest.raises(ConfigurationError, match="'tool'.*Use roles"):
             segment_chat([{"role": "tool", "content": "x"}, *user("y")], users_only, index)
 
-    def test_template_that_moves_a_message(self, index: TextIndex) -> None:
+    def test_template_that_moves_or_repeats_a_message(self, index: TextIndex, chunks: list[str]) -> None:
+        """The text comes twice, as the template has it; no trace of our marks reaches the model."""
+
         def reversed_order(messages: Any) -> str:
             return "|".join(m["content"] for m in reversed(messages))
-
-        segments = segment_chat([*user("a"), *user("b")], reversed_order, index)
-        assert [s.text for s in segments] == ["b", "|", "a"]
-
-    def test_template_that_repeats_a_message(self, index: TextIndex, chunks: list[str]) -> None:
-        """The text comes twice, as the template has it; no trace of our marks reaches the model."""
 
         def reminding(messages: Any) -> str:
             return f"[{messages[0]['content']}] Remember: {messages[0]['content']}"
 
-        segments = segment_chat(user(chunks[0]), reminding, index)
-        assert segments == [
-            Fresh("[", control=True),
-            Chunk(chunks[0]),
-            Fresh("] Remember: ", control=True),
-            Chunk(chunks[0]),
-        ]
+        segments = segment_chat([*user("a"), *user("b")], reversed_order, index)
+        assert [s.text for s in segments] == ["b", "|", "a"]
+        segments, text = segment_chat(user(chunks[0]), reminding, index), Chunk(chunks[0])
+        assert segments == [Fresh("[", control=True), text, Fresh("] Remember: ", control=True), text]
 
     def test_blanks_stay_with_the_content(self, index: TextIndex) -> None:
         segments = segment_chat(user("\n hi  "), lambda messages: f"[{messages[0]['content']}]", index)
@@ -113,10 +106,7 @@ class TestChat:
             ([{"role": "user", "content": None}], "NoneType"),
             ([{"role": "user", "content": ["parts"]}], "list"),
             ([{"role": 3, "content": "x"}], "int"),
-            (
-                [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}],
-                "of type 'image_url'",
-            ),
+            ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}], "'image_url'"),
             ([{"role": "user", "content": {"type": "input_audio"}}], "no images or sound here"),
             ([{"role": "", "content": "x"}], "must be a word"),
             ([{"role": "user name", "content": "x"}], "'user name'"),
@@ -171,18 +161,14 @@ class TestText:
         assert segment_text(chunks[0] + chunks[1], index) == [Chunk(chunks[0]), Chunk(chunks[1])]
         assert segment_text("", index) == []
 
-    def test_candidates_are_found_stripped(self, index: TextIndex) -> None:
+    def test_candidates_are_found_stripped_and_may_be_an_iterator(self, runtime: Any, index: TextIndex) -> None:
         """Frameworks hand over node texts with their outer blanks and paste them without."""
         text = "A text that nobody has stored so far."
         given = given_texts([f"\n  {text} \n"])
         assert segment_text(f"See {text}!", index, given) == [Fresh("See "), Chunk(text), Fresh("!")]
         assert segment_text(f"See {text}!", index) == [Fresh(f"See {text}!")]
-
-    def test_candidates_may_be_an_iterator(self, runtime: ModelRuntime, index: TextIndex) -> None:
-        text = "A text that nobody has stored so far."
         messages = [{"role": "system", "content": text}, *user(f"{text} Why?")]
-        segments = segment_chat(messages, runtime.render_chat, index, iter([text]))
-        assert segments.count(Chunk(text)) == 2
+        assert segment_chat(messages, runtime.render_chat, index, iter([text])).count(Chunk(text)) == 2
 
 
 class TestCheckSegments:

@@ -17,6 +17,7 @@ from tests.conftest import examples
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+SIGNS = ("`", "```", "~~~", "\n", " ", "    ", "a", "* ", "<pre>", "</pre>")
 TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>")
 PAIRS = pytest.mark.parametrize(("opening", "closing"), REASONING_MARKERS)
 SIZES = (1, 2, 5, 1000)
@@ -109,11 +110,7 @@ class TestReader:
         for end in (opening, f"x\n{opening}\n"):
             assert read(text, end) == (reasoning, said)
             assert streamed(text, ["never"], end) == (reasoning, said, False)
-
-    @PAIRS
-    def test_a_template_that_closes_it(self, opening: str, closing: str) -> None:
-        """Thinking is switched off."""
-        assert read("Twelve.", f"{opening}\n\n{closing}\n\n") == ("", "Twelve.")
+        assert read("Twelve.", f"{opening}\n\n{closing}\n\n") == ("", "Twelve."), "one that closes it"
 
     @examples(200)
     @given(st.lists(st.sampled_from([*"<>[]/ \na", "think", "<think>", "</think>", "[/THINK]"])), st.integers(1, 9))
@@ -125,9 +122,7 @@ class TestReader:
 class TestUnopened:
     """Some models end reasoning that nothing opened."""
 
-    PAIRS = pytest.mark.parametrize(
-        ("opening", "closing"), [each for each in REASONING_MARKERS if each[1] != "<|end|>"]
-    )
+    PAIRS = pytest.mark.parametrize(("opening", "closing"), [p for p in REASONING_MARKERS if p[1] != "<|end|>"])
 
     @pytest.mark.some(5)
     @PAIRS
@@ -271,17 +266,13 @@ class TestChannels:
         assert not known_reasoning(None, {0: "<|end|>"})[0]
 
 
-class TestStopStrings:
-    @PAIRS
-    def test_in_reasoning_they_end_nothing(self, opening: str, closing: str) -> None:
-        text = f"{opening}\nFirst. STOP. Second.\n{closing}\n\nTwelve metres. STOP. More."
-        assert streamed(text, ["STOP"], "<|im_start|>assistant\n") == ("First. STOP. Second.", "Twelve metres. ", True)
-
-    def test_line_ends_after_reasoning_are_none(self) -> None:
-        assert streamed("<think>a\n\nb</think>\n\nTwelve.\n\nMore", ["\n\n"], "") == ("a\n\nb", "Twelve.", True)
-
-    def test_a_text_that_is_read_as_it_stands_has_no_reasoning(self) -> None:
-        assert streamed("<think>a STOP", ["STOP"], None) == ("", "<think>a ", True)
+@PAIRS
+def test_in_reasoning_stop_strings_end_nothing(opening: str, closing: str) -> None:
+    text = f"{opening}\nFirst. STOP. Second.\n{closing}\n\nTwelve metres. STOP. More."
+    assert streamed(text, ["STOP"], "<|im_start|>assistant\n") == ("First. STOP. Second.", "Twelve metres. ", True)
+    assert streamed("<think>a STOP", ["STOP"], None) == ("", "<think>a ", True), "a text that is read as it stands"
+    lines = streamed("<think>a\n\nb</think>\n\nTwelve.\n\nMore", ["\n\n"], "")
+    assert lines == ("a\n\nb", "Twelve.", True), "line ends after reasoning are none"
 
 
 class TestCalls:
@@ -338,6 +329,9 @@ class TestCalls:
         assert calls_in(shown) == (shown, [])
         assert calls_in(f"{shown}\n{CALL}") == (f"{shown}\n", ["f"]), "a call after it counts"
 
+    def test_a_fence_around_the_whole_answer_is_a_call(self) -> None:
+        assert calls_in(f"```\n{CALL}\n```") == ("", ["f"])
+
     @pytest.mark.parametrize(
         "said",
         [
@@ -371,17 +365,10 @@ class TestCalls:
         assert calls_in(said) == (said.removesuffix(CALL), ["f"])
 
     @examples(300)
-    @given(
-        st.lists(
-            st.sampled_from(["`", "```", "~~~", "\n", " ", "    ", "a", "* ", "<pre>", "</pre>", CALL, CODER, *TAGS])
-        )
-    )
+    @given(st.lists(st.sampled_from([*SIGNS, CALL, CODER, *TAGS])))
     def test_pieces_change_nothing(self, parts: list[str]) -> None:
         text = "".join(parts)
         calls_in(text, (1, 7, len(text) or 1))
-
-    def test_a_fence_around_the_whole_answer_is_a_call(self) -> None:
-        assert calls_in(f"```\n{CALL}\n```") == ("", ["f"])
 
 
 def calls_in(text: str, sizes: Sequence[int] = SIZES) -> tuple[str, list[str]]:

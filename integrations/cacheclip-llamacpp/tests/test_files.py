@@ -31,33 +31,25 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-def with_number(key: str, number: bytes) -> Callable[[bytes], bytes]:
+def with_number(key: str, number: float) -> Callable[[bytes], bytes]:
     """What changes one number of a header."""
 
     def changed(data: bytes) -> bytes:
         at = data.index(key.encode()) + len(key) + 4  # behind the number's type
-        return data[:at] + number + data[at + len(number) :]
+        return data[:at] + struct.pack("<f" if isinstance(number, float) else "<I", number) + data[at + 4 :]
 
     return changed
 
 
 ENDS_LLAMA_CPP = {
-    "more layers than it takes": ("qwen2", with_number("qwen2.block_count", struct.pack("<I", 513)), "n_layer_all"),
-    "no layers": ("llama", with_number("llama.block_count", struct.pack("<I", 0)), "n_layer_all"),
-    "heads": ("qwen2", with_number("qwen2.attention.head_count", struct.pack("<I", 3)), "ggml_nelements"),
-    "key length": ("qwen2", with_number("qwen2.attention.key_length", struct.pack("<I", 9)), "n_embd_head"),
-    "longer rotation than keys": (
-        "gemma3",
-        with_number("gemma3.rope.dimension_count", struct.pack("<I", 64)),
-        "n_dims",
-    ),
-    "longer than any": ("gemma3", with_number("gemma3.rope.dimension_count", struct.pack("<I", 1 << 31)), "view_src"),
-    "epsilon": ("llama", with_number("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1)), "eps >= 0"),
-    "no rotation": (
-        "gemma3",
-        with_number("gemma3.rope.dimension_count", struct.pack("<I", 0)),
-        "it computes without end",
-    ),
+    "more layers than it takes": ("qwen2", with_number("qwen2.block_count", 513), "n_layer_all"),
+    "no layers": ("llama", with_number("llama.block_count", 0), "n_layer_all"),
+    "heads": ("qwen2", with_number("qwen2.attention.head_count", 3), "ggml_nelements"),
+    "key length": ("qwen2", with_number("qwen2.attention.key_length", 9), "n_embd_head"),
+    "longer rotation than keys": ("gemma3", with_number("gemma3.rope.dimension_count", 64), "n_dims"),
+    "longer than any": ("gemma3", with_number("gemma3.rope.dimension_count", 1 << 31), "view_src"),
+    "epsilon": ("llama", with_number("llama.attention.layer_norm_rms_epsilon", -1.0), "eps >= 0"),
+    "no rotation": ("gemma3", with_number("gemma3.rope.dimension_count", 0), "it computes without end"),
 }
 """llama.cpp reports none of these: it ends its process, or (the last) computes without end."""
 
@@ -140,14 +132,8 @@ def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "loop", "nothing"])
 def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "model.gguf"
-    made: dict[str, Callable[[], object]] = {
-        "folder": file.mkdir,
-        "pipe": lambda: os.mkfifo(file),
-        "dangling": lambda: file.symlink_to("nowhere"),
-        "loop": lambda: file.symlink_to(file),
-        "nothing": lambda: None,
-    }
-    made[kind]()
+    links = {"dangling": lambda: file.symlink_to("nowhere"), "loop": lambda: file.symlink_to(file)}
+    {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file), "nothing": lambda: None, **links}[kind]()
     with pytest.raises(UnknownModelError, match="no GGUF file"):
         engine_of(file).generate(PROMPT)
 
@@ -208,14 +194,13 @@ class TestSplit:
         last.write_bytes(content)
         assert engine_of(first, tmp_path / "store").generate(PROMPT, max_tokens=1).stats.hits == 0
 
-    def test_a_part_is_missing(self, first: Path) -> None:
-        max(first.parent.iterdir()).unlink()
+    def test_a_part_is_missing_or_another_than_the_first(self, first: Path) -> None:
+        last = max(first.parent.iterdir())
+        with pytest.raises(ModelError, match="first split"):
+            engine_of(last).generate(PROMPT)
+        last.unlink()
         with pytest.raises(ModelError, match=r"-of-\d{5}\.gguf"):
             engine_of(first).generate(PROMPT)
-
-    def test_another_part_than_the_first(self, first: Path) -> None:
-        with pytest.raises(ModelError, match="first split"):
-            engine_of(max(first.parent.iterdir())).generate(PROMPT)
 
 
 class TestWeightsAreThoseOfTheFile:

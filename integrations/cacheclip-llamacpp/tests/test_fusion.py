@@ -41,32 +41,24 @@ class TestExactness:
         stats = engine.generate(PROMPT, method=everything, max_tokens=1).stats
         assert stats.hits == len(CHUNKS) and stats.recomputed_tokens == stats.chunk_tokens > WINDOW
         assert difference(engine, PROMPT, everything) < TOLERANCE
+        assert difference(engine, PROMPT, preset("direct")) > TOLERANCE, "twin: KV that was computed elsewhere is seen"
 
-    def test_direct_reuse_does_not(self, make: MakeEngine, architecture: str) -> None:
-        """Twin: the comparison sees KV that was computed elsewhere."""
-        engine = make(architecture)
-        engine.precompute(CHUNKS)
-        assert difference(engine, PROMPT, preset("direct")) > TOLERANCE
-
-    def test_a_chunk_right_after_its_own_context_is_exact(self, make: MakeEngine, architecture: str) -> None:
-        engine = make(architecture, chunk_context="prefix")
-        engine.precompute(CHUNKS[:1])
-        prompt = f"{CHUNKS[0]}\n\n{QUESTION}"
-        assert engine.plan(prompt, method="direct").exact
-        assert difference(engine, prompt, preset("direct")) < TOLERANCE
-
-    def test_a_wrong_position_is_seen(self, make: MakeEngine, architecture: str, monkeypatch: Any) -> None:
+    def test_a_chunk_right_after_its_own_context_is_exact(
+        self, make: MakeEngine, architecture: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Twin: each token of the chunk stands one position too early."""
         engine = make(architecture, chunk_context="prefix")
         engine.precompute(CHUNKS[:1])
-        prompt = f"{CHUNKS[0][: len(CHUNKS[0]) // 2]}\n\n{QUESTION}"
-        assert difference(engine, prompt, preset("direct")) < TOLERANCE
+        whole, half = (f"{text}\n\n{QUESTION}" for text in (CHUNKS[0], CHUNKS[0][: len(CHUNKS[0]) // 2]))
+        assert engine.plan(whole, method="direct").exact
+        assert difference(engine, whole, preset("direct")) < TOLERANCE
+        assert difference(engine, half, preset("direct")) < TOLERANCE
 
         def misplaced(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> PlacedKV:
             return PlacedKV(data, num_tokens, first + bool(at), count, at)
 
         monkeypatch.setattr(in_order, "PlacedKV", misplaced)
-        assert difference(engine, prompt, preset("direct")) > TOLERANCE
+        assert difference(engine, half, preset("direct")) > TOLERANCE
 
     @pytest.mark.parametrize("seed", range(4))
     def test_any_choice_of_tokens(self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any) -> None:
@@ -163,38 +155,27 @@ class RandomTokens(Method):
 
 
 @pytest.mark.parametrize(
-    ("runs", "expected"),
+    ("start", "runs", "expected"),
     [
-        ([(104, 174)], [[70]]),
-        ([(0, 9), (20, 29), (30, 39)], [[9, 9, 9]]),
-        ([(0, 40), (55, 80), (104, 144), (155, 180), (190, 199)], [[11], [29, 25, 10], [30, 25, 9]]),
-        ([(0, 9), (110, 354), (360, 364)], [[1], [8, 56], [128], [60, 4]]),
-        ([(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
-        ([(n, n + 1) for n in range(0, 60, 2)], [[1] * 20, [1] * 10]),
+        (3000, [(104, 174)], [[70]]),
+        (3000, [(0, 9), (20, 29), (30, 39)], [[9, 9, 9]]),
+        (3000, [(0, 40), (55, 80), (104, 144), (155, 180), (190, 199)], [[11], [29, 25, 10], [30, 25, 9]]),
+        (3000, [(0, 9), (110, 354), (360, 364)], [[1], [8, 56], [128], [60, 4]]),
+        (3000, [(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
+        (3000, [(n, n + 1) for n in range(0, 60, 2)], [[1] * 20, [1] * 10]),
+        (0, [(104, 174), (180, 196)], [[70], [16]]),
+        (0, [(0, 9), (20, 26), (30, 33), (40, 48)], [[9, 6, 3], [8]]),
+        (0, [(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
+        (0, [(n, n + 1) for n in range(0, 26, 2)], [[1] * 10, [1] * 3]),
     ],
-    ids=["long", "short", "cut", "long between", "stored nowhere", "many"],
 )
-def test_calls_of_a_long_prompt(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
-    runs = [(start + 3000, stop + 3000) for start, stop in runs]
-    groups = model.grouped(runs, [(0, 3050), (3052, 3100), (3103, 3400)], most=20)
-    assert [[stop - start for start, stop in group] for group in groups] == expected
-    positions = [n for group in groups for run in group for n in range(*run)]
-    assert positions == [n for run in runs for n in range(*run)]
-
-
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        ([(104, 174), (180, 196)], [[70], [16]]),
-        ([(0, 9), (20, 26), (30, 33), (40, 48)], [[9, 6, 3], [8]]),
-        ([(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
-        ([(n, n + 1) for n in range(0, 26, 2)], [[1] * 10, [1] * 3]),
-    ],
-    ids=["long", "short", "stored nowhere", "many"],
-)
-def test_only_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
-    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 400)], most=10)
-    assert [[stop - start for start, stop in group] for group in groups] == expected
+def test_calls_of_a_prompt(start: int, runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
+    """Short runs share a call: those of a long prompt more of them, and longer ones are cut for it."""
+    runs = [(start + first, start + stop) for first, stop in runs]
+    stored = [(0, start + 50), (start + 52, start + 100), (start + 103, start + 400)]
+    groups = model.grouped(runs, stored, most=20 if start else 10)
+    assert [[stop - first for first, stop in group] for group in groups] == expected
+    assert [n for group in groups for run in group for n in range(*run)] == [n for run in runs for n in range(*run)]
 
 
 class TestMethods:
@@ -211,11 +192,9 @@ class TestMethods:
         assert answer.stats.hits == (len(CHUNKS) if method.reuses_chunks else 0)
         assert answer.token_ids == engine.generate(PROMPT, method=name, max_tokens=8).token_ids
 
-    def test_auto_needs_no_kv(self, make: MakeEngine) -> None:
-        assert make(method="auto").make_method().name == "epic"
-
     def test_a_gate_completes_the_exact_kv(self, make: MakeEngine) -> None:
-        engine = make()
+        engine = make(method="auto")
+        assert engine.make_method().name == "epic", "which needs no KV"
         engine.precompute(CHUNKS)
         full = engine.generate(PROMPT, method="full", max_tokens=8)
         gated = replace(preset("direct"), min_confidence=1.0)
@@ -467,11 +446,8 @@ def test_more_chunks_than_sequences(make: MakeEngine) -> None:
     engine.precompute(chunks)
     prompt = "\n\n".join([*chunks, QUESTION])
     assert engine.generate(prompt, method="direct", max_tokens=1).stats.hits == 70
-    assert (
-        difference(engine, prompt, engine.make_method("epic", 1.0))
-        < TOLERANCE
-        < difference(engine, prompt, preset("direct"))
-    )
+    assert difference(engine, prompt, engine.make_method("epic", 1.0)) < TOLERANCE
+    assert difference(engine, prompt, preset("direct")) > TOLERANCE
 
 
 @pytest.mark.parametrize("found", ["none", "too old"])

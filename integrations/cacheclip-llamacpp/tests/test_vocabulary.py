@@ -36,14 +36,12 @@ def theirs(files: dict[str, Path]) -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 class TestTexts:
-    def test_ids_are_transformers(self, runtime: Runtime, theirs: Any, text: str) -> None:
-        expected = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert list(runtime.tokenize(text).ids) == expected
-        assert list(runtime.tokenize(text, control=True).ids) == theirs(text, add_special_tokens=False)["input_ids"]
-
-    def test_offsets_are_transformers(self, runtime: Runtime, theirs: Any, text: str) -> None:
+    def test_ids_and_offsets_are_transformers(self, runtime: Runtime, theirs: Any, text: str) -> None:
         expected = theirs(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
-        assert list(runtime.tokenize(text).offsets) == [tuple(pair) for pair in expected["offset_mapping"]]
+        tokens = runtime.tokenize(text)
+        assert list(tokens.ids) == expected["input_ids"]
+        assert list(tokens.offsets) == [tuple(pair) for pair in expected["offset_mapping"]]
+        assert list(runtime.tokenize(text, control=True).ids) == theirs(text, add_special_tokens=False)["input_ids"]
 
     def test_ids_give_back_the_text(self, runtime: Runtime, text: str) -> None:
         ids = runtime.tokenize(text).ids
@@ -51,13 +49,10 @@ class TestTexts:
         assert b"".join(runtime.token_bytes(token) or b"" for token in ids).decode() in (text, f" {text}")
 
     def test_no_text_yields_a_control_token(self, runtime: Runtime, text: str) -> None:
+        """Nor in a prompt."""
         assert runtime.control_ids is not None and not set(runtime.control_ids) & set(runtime.tokenize(text).ids)
-
-    def test_nor_in_a_prompt(self, runtime: Runtime, text: str) -> None:
-        tokens = runtime.tokenize_prompt(
-            [Fresh("<|im_start|>user\n", control=True), Fresh(text), Fresh("<|im_end|>\n", control=True)]
-        )
-        assert runtime.control_ids is not None
+        around = [Fresh(each, control=True) for each in ("<|im_start|>user\n", "<|im_end|>\n")]
+        tokens = runtime.tokenize_prompt([around[0], Fresh(text), around[1]])
         assert [number for number in tokens.ids if number in runtime.control_ids] == [1, 2]
 
 

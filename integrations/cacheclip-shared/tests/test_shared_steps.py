@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,8 +76,7 @@ class Machine:
         return {name: sorted(ChunkTexts(store).sources()) for name, store in self.tenants.items()}
 
 
-@dataclass(frozen=True)
-class Act:
+class Act(NamedTuple):
     run: Callable[[Machine], object]
     there: dict[str, list[int]]
     sources: dict[str, list[str]]
@@ -130,6 +128,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert machine.there() == {"t": [1, 2], "u": [1, 2]}
         leave(root, one, other)
     return root
+
+
+def close(*machines: Machine) -> None:
+    for machine in machines:
+        machine.store.close()
 
 
 def leave(root: Path, *machines: Machine) -> None:
@@ -236,8 +239,7 @@ class TestCommit:
         one.store.commit()
         other.store.poll()
         assert one.there() == other.there() == {"t": [1, 2, 4], "u": [1, 2, 3]}
-        for machine in (one, other):
-            machine.store.close()
+        close(one, other)
 
     def test_who_commits_too_sees_a_failure(self, prepared: Path, tmp_path: Path, monkeypatch: Any) -> None:
         """Else a text would count as released, and its removal wait for a thread."""
@@ -264,8 +266,7 @@ class TestCommit:
             assert isinstance(first.exception(), StoreError) and second.result() == 0
         other.store.poll()
         assert one.there() == other.there() == {"t": [2], "u": [1, 2, 3]}
-        for machine in (one, other):
-            machine.store.close()
+        close(one, other)
 
     def test_who_leaves_commits_to_others_commits_what_it_releases(self, prepared: Path, tmp_path: Path) -> None:
         one, other = machines(prepared, tmp_path)
@@ -276,8 +277,7 @@ class TestCommit:
         other.store.poll()
         assert other.there() == {"t": [2], "u": [1, 2]}
         assert one.store.take_rows("t")["text"].to_pylist() == [text(3)]
-        for machine in (one, other):
-            machine.store.close()
+        close(one, other)
 
 
 def leave_garbage(machine: Machine) -> None:
@@ -366,7 +366,6 @@ class TestCare:
                 assert named(other) == dict.fromkeys(TENANTS, there)
             other.store.poll()
             assert all({*there} <= {*known} for known in other.known().values())
-            for machine in (one, other):
-                machine.store.close()
+            close(one, other)
 
         each_step(tmp_path, run, least)
