@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from cacheclip_vllm import internals, launch, served
-from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
+from cacheclip_vllm.launch import command
+from cacheclip_vllm.options import absolute_paths
+from cacheclip_vllm.parameters import NAMESPACES_VARIABLE, STORE_VARIABLE, Settings
 from cacheclip_vllm.settings import ServerSettings
 from typer.testing import CliRunner
 
-from cacheclip_rag import ConfigurationError, MissingExtraError
+from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError
 from cacheclip_rag.cli import app
 
 KEY = "server-key-1"
@@ -259,3 +261,62 @@ def test_warnings_go_where_vllms_log_goes(is_configured: bool) -> None:
     lines += [f"logging.getLogger({name!r}).warning('a chunk cache is damaged')" for name in names]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     assert (done.stdout if is_configured else done.stderr) == "a chunk cache is damaged\n" * 2
+
+
+SECRET = "s3cr3t"
+
+
+def test_what_all_users_can_read_has_no_passwords(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"s3://b/p?hot=redis://:{SECRET}@h:1"
+    config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, store=store, device="cpu")
+    settings = ServerSettings(config, "tiny", api_key=f"key-{SECRET}", seal=SECRET)
+    program = command(settings, [], host="127.0.0.1", port=8000)
+    seen = [repr(settings), repr(program), " ".join(program.arguments), repr(settings.access)]
+    for name, value in program.environment.items():
+        monkeypatch.setenv(name, value)
+    extra = json.loads(program.arguments[program.arguments.index("--kv-transfer-config") + 1])
+    connector = Settings.of(extra["kv_connector_extra_config"])
+    assert connector.store == store == program.environment[STORE_VARIABLE]
+    assert not [each for each in [*seen, repr(connector)] if SECRET in each]
+    config = EngineConfig(primary=tiny_models["llama"], store="s3://b/p")
+    plain = command(ServerSettings(config, "t"), [], host="", port=1)
+    assert '"s3://b/p"' in " ".join(plain.arguments) and STORE_VARIABLE not in plain.environment
+
+
+@pytest.mark.long
+def test_no_code_of_the_present_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, mark = tmp_path / "documents", tmp_path / "mark"
+    folder.mkdir()
+    for name in ("vllm", "json", "subprocess", "sitecustomize", "usercustomize"):
+        (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).write_text(__file__)\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    server = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
+    server.mkdir(parents=True)
+    told = "import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv); raise SystemExit"
+    (server / "serve.py").write_text(told)
+    program = (
+        "import os\n"
+        "from cacheclip_rag.plugins import python_command\n"
+        "from cacheclip_vllm.launch import _VLLM, Command, _become\n"
+        f"os.environ['PYTHONPATH'] = {f':.:../documents:{tmp_path}/packages:'!r}\n"
+        "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stderr.split()[:2] == [str(tmp_path / "home" / "run"), "True"], done.stderr
+    assert "'--seed'" in done.stderr and not mark.exists()
+
+
+def test_paths_in_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("auto", "key.pem", "loras/sql", "parser.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    given = ["--ssl-keyfile", "key.pem", "--load-format", "auto", "--lora-modules", "sql=loras/sql", "a=none/b"]
+    given += ["--tool-parser-plugin=parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
+    here = str(tmp_path)
+    expected = ["--ssl-keyfile", f"{here}/key.pem", "--load-format", "auto", "--lora-modules", f"sql={here}/loras/sql"]
+    expected += ["a=none/b", f"--tool-parser-plugin={here}/parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
+    assert absolute_paths(given) == expected

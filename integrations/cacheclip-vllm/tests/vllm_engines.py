@@ -114,6 +114,18 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gone(setting: Setting, key: str) -> Iterator[None]:
+    """An entry of the store cannot be read within the block."""
+    payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+    payload.rename(payload.with_suffix(".gone"))
+    try:
+        yield
+    finally:
+        payload.with_suffix(".gone").rename(payload)
+        setting.engine.precompute(CHUNKS)  # the planner has noticed
+
+
 def clean_up() -> None:
     """Remove what an engine in this process leaves behind."""
     from vllm.distributed import cleanup_dist_env_and_memory

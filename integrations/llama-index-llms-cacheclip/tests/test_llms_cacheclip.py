@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_cases import join_workers
+from adapter_cases import join_workers, leaves_the_queue
 from cacheclip_testing import Latch, fake_models, fake_of
 from llama_index.core import Document
 from llama_index.core.base.llms import types
@@ -293,3 +293,14 @@ CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def streamed(model: Any) -> None:
+    async for _ in await model.astream_complete("What?"):
+        pass
+
+
+@pytest.mark.parametrize("ask", [lambda model: model.acomplete("What?"), streamed], ids=["whole", "stream"])
+async def test_a_cancelled_question_leaves_the_queue(llm: CacheClipLLM, ask: Callable[[Any], Awaitable[Any]]) -> None:
+    """As that of a server whose client hung up."""
+    await leaves_the_queue(llm, ask)

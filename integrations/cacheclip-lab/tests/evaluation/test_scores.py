@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.evaluation import scores
-from cacheclip_lab.evaluation.scores import (
-    METRICS,
-    check_metric,
-    contains,
-    exact_match,
-    string_match_all,
-    token_f1,
-    token_f1_zh,
-)
+from cacheclip_lab.evaluation.scores import METRICS, contains, exact_match, token_f1, token_f1_zh
 
 from cacheclip_rag import ConfigurationError, MissingExtraError
 
@@ -113,13 +105,13 @@ def test_contains(prediction: str, answer: str, expected: float) -> None:
     ],
 )
 def test_string_match_all(prediction: str, answers: list[str], expected: float) -> None:
-    assert string_match_all(prediction, answers) == expected
+    assert scores.string_match_all(prediction, answers) == expected
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_every_metric_is_a_share_and_wants_a_list_of_answers(name: str) -> None:
     metric: Any = METRICS[name]
-    check_metric(name)
+    scores.check_metric(name)
     assert metric("the harbour of Brindle", ["the harbour of Brindle"]) == 1.0
     assert 0.0 <= metric("harbour, of: Brindle Point.", ["a harbour", "Brindle"]) <= 1.0
     wrong: list[Any] = [[], "harbour"]
@@ -130,4 +122,4 @@ def test_every_metric_is_a_share_and_wants_a_list_of_answers(name: str) -> None:
 
 def test_unknown_metrics_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="f1, f1_zh, string_match_all, contains, em, got 'bleu'"):
-        check_metric("bleu")
+        scores.check_metric("bleu")

@@ -19,6 +19,7 @@ from vllm_engines import (
     PROMPTS,
     Setting,
     ask,
+    gone,
     no_disk,
     outcomes,
     outputs,
@@ -206,14 +207,8 @@ class TestFailures:
 
     def test_an_entry_is_gone(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
         planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
-        key = planned.fusion.pieces[2].key
-        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
-        kept = payload.read_bytes()
-        payload.unlink()
-        try:
+        with gone(setting, planned.fusion.pieces[2].key):
             tokens, outcome = self.give(fused, planned, sampling(planned.fusion))
-        finally:
-            payload.write_bytes(kept)
         assert tokens == plain[0] and outcome["outcome"] == "plain" and "log" in outcome["reason"]
         assert fused.llm.reset_prefix_cache()
         assert ask(fused, PROMPTS[:1], "cacheclip") == setting.expected(PROMPTS[:1], "cacheclip")

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import CHUNKS, CORRECTED, PROMPTS, Setting, ask, check_against_full, outcomes, outputs, started
+from vllm_engines import CHUNKS, CORRECTED, PROMPTS, Setting, ask, check_against_full, gone, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]
-
-
-@contextmanager
-def gone(setting: Setting, key: str) -> Iterator[None]:
-    """An entry of the store cannot be read within the block."""
-    payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
-    payload.rename(payload.with_suffix(".gone"))
-    try:
-        yield
-    finally:
-        payload.with_suffix(".gone").rename(payload)
-        setting.engine.precompute(CHUNKS)  # the planner has noticed
 
 
 def check(setting: Setting, fused: Any) -> None:

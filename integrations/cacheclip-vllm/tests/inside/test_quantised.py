@@ -15,25 +15,14 @@ from vllm_engines import CHUNKS, MODELS, PROMPTS, Setting, check_against_full, e
 
 from cacheclip_rag import CacheClipEngine, UnsupportedModelError
 
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
+EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+LINEAR = {
+    "targets": ["Linear"],
+    "weights": {**EIGHT_BITS, "strategy": "channel", "dynamic": False},
+    "input_activations": {**EIGHT_BITS, "strategy": "token", "dynamic": True},
 }
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+INT8 |= {"ignore": ["lm_head"], "config_groups": {"group_0": LINEAR}}
 """A scale for each row of a weight, and for each token."""
 
 

@@ -23,7 +23,7 @@ import pytest
 from cacheclip_vllm.planner import Planner
 from openai import AuthenticationError, OpenAI
 from serve_cases import play
-from vllm_engines import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
+from vllm_engines import CHUNKS, PROMPTS, TOKENS, Setting, ask, gone, greedy, started
 
 from cacheclip_rag import CacheClipEngine, CallOptions, PromptTooLongError, SamplingParams
 from cacheclip_rag.adapters import RemoteEngine
@@ -318,48 +318,22 @@ def begins(text: str, setting: Setting, asked: str) -> bool:
     return len(text) >= len(expected) - 4 and expected.startswith(text)
 
 
-@contextmanager
-def gone(setting: Setting, key: str) -> Iterator[None]:
-    """A stored entry without its payload."""
-    payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
-    kept = payload.read_bytes()
-    payload.unlink()
-    try:
-        yield
-    finally:
-        payload.write_bytes(kept)
-        setting.engine.precompute(CHUNKS)  # the planner has noticed
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"words": "a \\"b\\""}'}}
+CALLED, FOUND = {"role": "assistant", "tool_calls": [CALL]}, f"{CHUNKS[0]}\n{CHUNKS[3]}"
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": FOUND}
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "system": ([{"role": "system", "content": " Be short.\n"}, {"role": "user", "content": PROMPTS[0]}], {}),
-    "one part": ([{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}], {}),
+    "system": ([{"role": "system", "content": " Be short.\n"}, user(PROMPTS[0])], {}),
+    "one part": ([user([{"type": "text", "text": PROMPTS[0]}])], {}),
     "several turns": (
-        [
-            {"role": "user", "content": f"{PROMPTS[1]} "},
-            {"role": "assistant", "content": "Yes, ünicode."},
-            {"role": "user", "content": CHUNKS[5]},
-        ],
-        {},
+        *([user(f"{PROMPTS[1]} "), {"role": "assistant", "content": "Yes, ünicode."}, user(CHUNKS[5])], {}),
     ),
-    "tools": ([{"role": "user", "content": PROMPTS[0]}], {"tools": [TOOL]}),
-    "a call and its result": (
-        [
-            {"role": "user", "content": "Search."},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
-        ],
-        {"tools": [TOOL]},
-    ),
-    "a call without a text": (
-        [
-            {"role": "user", "content": "Search."},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
-        ],
-        {"tools": [TOOL]},
-    ),
+    "tools": ([user(PROMPTS[0])], {"tools": [TOOL]}),
+    "a call and its result": ([user("Search."), {**CALLED, "content": ""}, RESULT], {"tools": [TOOL]}),
+    "a call without a text": ([user("Search."), {**CALLED, "content": None}, RESULT], {"tools": [TOOL]}),
 }
 
 
@@ -375,26 +349,19 @@ def test_planned_prompts_are_vllms_own(served: Served, name: str) -> None:
 
 
 BLOCKS = [
-    {"role": "user", "content": [{"type": "text", "text": CHUNKS[0]}, {"type": "text", "text": "Search."}]},
-    {
-        "role": "assistant",
-        "content": [{"type": "tool_use", "id": "abcdefghi", "name": "search", "input": {"words": "a"}}],
-    },
-    {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "abcdefghi", "content": f"{CHUNKS[3]}\n{CHUNKS[1]}"}],
-    },
+    user([{"type": "text", "text": CHUNKS[0]}, {"type": "text", "text": "Search."}]),
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "a" * 9, "name": "search", "input": {"words": "a"}}]},
+    user([{"type": "tool_result", "tool_use_id": "a" * 9, "content": f"{CHUNKS[3]}\n{CHUNKS[1]}"}]),
 ]
+SAID = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
 ITEMS = [
     {"role": "user", "content": [{"type": "input_text", "text": CHUNKS[0]}, {"type": "input_text", "text": "Search."}]},
     {"type": "function_call", "call_id": "abcdefghi", "name": "search", "arguments": '{"words": "a"}'},
     {"type": "function_call_output", "call_id": "abcdefghi", "output": f"{CHUNKS[3]}\n{CHUNKS[1]}"},
-    {
-        **{"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"},
-        "content": [{"type": "output_text", "text": "Yes, ünicode.", "annotations": []}],
-    },
-    {"role": "user", "content": CHUNKS[2]},
+    {**SAID, "content": [{"type": "output_text", "text": "Yes, ünicode.", "annotations": []}]},
+    user(CHUNKS[2]),
 ]
+DEFINED = {"type": "function", "name": "search", "parameters": WORDS, "strict": True}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a message": ("/v1/messages", {"messages": [{"role": "user", "content": PROMPTS[0]}]}),
     "blocks": (
@@ -405,10 +372,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "an input": ("/v1/responses", {"input": PROMPTS[1], "instructions": "Be short."}),
-    "items": (
-        "/v1/responses",
-        {"input": ITEMS, "tools": [{"type": "function", "name": "search", "parameters": WORDS, "strict": True}]},
-    ),
+    "items": ("/v1/responses", {"input": ITEMS, "tools": [DEFINED]}),
 }
 
 
@@ -443,12 +407,9 @@ class TestRefusals:
         """The model's context has room for it."""
         asked = PROMPTS[0] * 3
         assert len(setting.planner().plan(asked, method="full").token_ids) > 1024
+        engine, options = RemoteEngine(f"{served.address}/v1", KEY), CallOptions(SamplingParams(max_tokens=4))
         with pytest.raises(PromptTooLongError, match="1024"):
-            list(
-                RemoteEngine(f"{served.address}/v1", KEY).stream(
-                    asked, options=CallOptions(SamplingParams(max_tokens=4))
-                )
-            )
+            list(engine.stream(asked, options=options))
 
     def test_a_wrong_key(self, served: Served) -> None:
         before = _metric(served, "cacheclip_outcomes_total")
