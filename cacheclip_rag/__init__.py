@@ -9,8 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .base.late import late_names
-from .base.removed import refuse_removed_modules
+from .base.names import late_names, refuse_removed_modules
 from .base.version import __version__
 
 if TYPE_CHECKING:

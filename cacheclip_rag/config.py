@@ -21,8 +21,8 @@ from .base.checks import (
     store_place,
 )
 from .base.errors import ConfigurationError
+from .base.names import SETTINGS, refuse_removed
 from .base.paths import is_url
-from .base.removed import SETTINGS, refuse_removed
 from .base.sampling import FINISH_MODES, MOVED_MODES
 from .base.urls import shown_url
 from .chunks.context import check_chunk_context

@@ -18,13 +18,13 @@ from tests.test_imports import MODULES, imported, layer_of, tree
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 
-MOST_FILES, MOST_FUNCTIONS = 50, 335
+MOST_FILES, MOST_FUNCTIONS = 49, 322
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 17_617
+MOST_CODE = 17_581
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (13, 3, 0)
+MOST_LARGE = (12, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
-MOST_TEST_LINES = (28_958, 56_973)
+MOST_TEST_LINES = (28_955, 56_970)
 """Lines of the core's tests, and of all tests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0
@@ -36,7 +36,7 @@ MOST_INNER_NAMES_OF_GUESTS_TESTS = 49
 MOST_GUESTS_IN_CORE_TESTS = 29
 """Modules of guests that tests of the core import."""
 MOST_SHARED_CLASS_NAMES = 2
-MOST_VAGUE_NAMES = 366
+MOST_VAGUE_NAMES = 3
 """Uses of variables that are called ``given`` or ``found``, whatever was given or found."""
 
 

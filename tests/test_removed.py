@@ -9,7 +9,7 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.removed import METHODS, MODULES, NAMES, OPTIONS, SETTINGS, refuse_removed_modules
+from cacheclip_rag.base.names import METHODS, MODULES, NAMES, OPTIONS, SETTINGS, refuse_removed_modules
 from cacheclip_rag.methods import PRESET_NAMES, check_method
 
 

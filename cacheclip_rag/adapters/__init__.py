@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.late import late_names
+from ..base.names import late_names
 
 if TYPE_CHECKING:
     from ..answering.decoding import room_for as room_for
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         with_whole_characters as with_whole_characters,
     )
     from .aio import answer_in_thread as answer_in_thread, iterate_in_thread as iterate_in_thread
-    from .finishing import final_events as final_events
+    from .finishing import final_events as final_events, telemetry as telemetry, token_usage as token_usage
     from .forced_tools import (
         SCHEMA_OF_CALLS as SCHEMA_OF_CALLS,
         allowed_tools as allowed_tools,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from .remote import RemoteEngine as RemoteEngine
     from .served import ServedFields as ServedFields
     from .settings import EngineFields as EngineFields, ModelFields as ModelFields, Tokenizer as Tokenizer
-    from .usage import telemetry as telemetry, token_usage as token_usage
 
 
 __getattr__, __all__ = late_names(
@@ -76,7 +75,7 @@ __getattr__, __all__ = late_names(
         "..prompt.segments": "check_messages chunk_texts normalise_chunk",
         "..prompt.tools": "as_name as_object check_tools past_calls with_whole_characters",
         "aio": "answer_in_thread iterate_in_thread",
-        "finishing": "final_events",
+        "finishing": "final_events telemetry token_usage",
         "forced_tools": "SCHEMA_OF_CALLS allowed_tools can_constrain forced_tool uses_tools with_tool_choice",
         "neutral": "IGNORED NEUTRAL changes_nothing is_neutral says_nothing",
         "page": "whole_page",
@@ -84,6 +83,5 @@ __getattr__, __all__ = late_names(
         "remote": "RemoteEngine",
         "served": "ServedFields",
         "settings": "EngineFields ModelFields Tokenizer",
-        "usage": "telemetry token_usage",
     },
 )

@@ -1,10 +1,12 @@
-"""Streams for frameworks, whose streams cannot withdraw text or calls."""
+"""Streams for frameworks, whose streams cannot withdraw text or calls, and token counts under the names that frameworks
+and OpenTelemetry use."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ..base.errors import ModelError
 from ..fusion.answer import Answer, Event
@@ -61,3 +63,24 @@ def _final(events: Iterable[Event], one_call: bool) -> Iterator[Event]:
             event = replace(event, tool_calls=event.tool_calls[: 1 - called], answer=answer)
             called += len(event.tool_calls)
         yield event
+
+
+def token_usage(answer: Answer) -> dict[str, Any]:
+    """Token counts under OpenAI's names. ``prompt_tokens_details["cached_tokens"]`` counts tokens whose KV was
+    reused."""
+    prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": answer.stats.reused_tokens},
+    }
+
+
+def telemetry(answer: Answer) -> dict[str, int]:
+    """Token counts under the names of OpenTelemetry's semantic conventions for generative AI."""
+    return {
+        "gen_ai.usage.input_tokens": answer.stats.prompt_tokens,
+        "gen_ai.usage.output_tokens": len(answer.token_ids),
+        "gen_ai.usage.cache_read.input_tokens": answer.stats.reused_tokens,
+    }

@@ -23,7 +23,7 @@ from ..base.checks import (
     store_place,
 )
 from ..base.errors import ConfigurationError
-from ..base.removed import SETTINGS, refuse_removed
+from ..base.names import SETTINGS, refuse_removed
 from ..base.sampling import SamplingParams
 from ..base.urls import shown_url
 from ..config import EngineConfig

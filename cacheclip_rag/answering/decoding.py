@@ -16,11 +16,11 @@ from ..base.errors import ModelError, StoreError
 from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
 from ..fusion.answer import Answer, Event, TokenLogprob, Trace
 from ..runtime.base import Constraint, Runtime
-from .beside import Beside, Continuation
 from .options import CallOptions
 from .prefill import Prefilled
 from .text import TextStream
 from .turns import Turns
+from .verification import Beside, Continuation
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _traced(trace: Callable[[], Trace]) -> Trace | None:
 
 def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:
     """What the sampler recorded, with texts and bytes."""
-    found, before, known = list[TokenLogprob](), list[int](), ""
+    recorded, before, known = list[TokenLogprob](), list[int](), ""
     for (token, logprob), *others in sampler.recorded:
         if token in runtime.eos_ids:
             break
@@ -107,9 +107,9 @@ def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[in
         text, encoded = _token_text(runtime, token, added[0])
         named = [_token_text(runtime, each, own, names=True) for (each, _), own in zip(others, added[1:], strict=True)]
         likeliest = tuple((each, value) for (each, _), (_, value) in zip(named, others, strict=True))
-        found.append(TokenLogprob(text, logprob, likeliest, encoded, tuple(own for _, own in named)))
+        recorded.append(TokenLogprob(text, logprob, likeliest, encoded, tuple(own for _, own in named)))
         before, known = [token], text_of([token])
-    return tuple(found)
+    return tuple(recorded)
 
 
 def _token_text(runtime: Runtime, token: int, text: str, *, names: bool = False) -> tuple[str, bytes | None]:
@@ -152,7 +152,16 @@ class _Decoding:
     def events(self) -> Iterator[Event]:
         """An event a token: the answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
         while True:
-            yield self._read_last()
+            is_end = self.ids[-1] in self._runtime.eos_ids
+            piece = "" if is_end else self.stream.push(self.ids[-1])
+            self.has_ended = is_end or self.stream.stopped_by is not None
+            may_withdraw = self._beside.may_withdraw
+            reasoning = "" if may_withdraw else self.stream.reasoning
+            revised_from, self.stream.revised_from = self.stream.revised_from, None
+            if reasoning:
+                self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
+            # also if the text waits: the first event ends the turn of a prompt, and at each one the reader may leave
+            yield Event(piece, None, revised_from, not may_withdraw, reasoning=reasoning)
             if self._beside.asks_after:
                 is_last = self.has_ended or len(self.ids) >= self._params.max_tokens
                 if is_last and ((rest := self.stream.flush()) or self.stream.revised_from is not None):
@@ -164,40 +173,27 @@ class _Decoding:
                 return
             self.ids.append(self._sampler.pick(self._next_logits()))
 
-    def _read_last(self) -> Event:
-        """The event of the last token, also if its text waits: the first event ends the turn of a prompt, and at each
-        one the reader may leave."""
-        is_end = self.ids[-1] in self._runtime.eos_ids
-        piece = "" if is_end else self.stream.push(self.ids[-1])
-        self.has_ended = is_end or self.stream.stopped_by is not None
-        may_withdraw = self._beside.may_withdraw
-        reasoning = "" if may_withdraw else self.stream.reasoning
-        revised_from, self.stream.revised_from = self.stream.revised_from, None
-        if reasoning:
-            self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
-        return Event(piece, None, revised_from, not may_withdraw, reasoning=reasoning)
-
     def _settle(self) -> bool:
         """Let what is beside the answer go on. Returns whether the last token is another one now."""
         pinned = self._runtime.pinned_rope and self._num_prompt + len(self.ids) > self._runtime.reuse_tokens
         is_over = self.has_ended or len(self.ids) >= self._most
         with self._turns.token():
-            found = self._beside.after(self.ids, completely=is_over or pinned)
+            exact = self._beside.after(self.ids, completely=is_over or pinned)
         if self.first_s is None and not self._beside.may_withdraw:
             self.first_s = self._clock.elapsed()
-        if found is None:
+        if exact is None:
             return False
-        self._go_on_from(found)
-        if found.ids == self.ids:
+        self._go_on_from(exact)
+        if exact.ids == self.ids:
             return False
-        shown, self.ids, self.stream = self.stream, found.ids, self._new_stream()
+        shown, self.ids, self.stream = self.stream, exact.ids, self._new_stream()
         self.stream.replay(self.ids[:-1], shown)
         return True
 
-    def _go_on_from(self, found: Continuation) -> None:
-        self.cache = found.state
+    def _go_on_from(self, exact: Continuation) -> None:
+        self.cache = exact.state
         # frees the approximate KV
-        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping, continuing=None)
+        self.prefilled = replace(self.prefilled, cache=exact.state, keeping=exact.keeping, continuing=None)
         self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
 
     def _next_logits(self) -> torch.Tensor:
@@ -214,11 +210,11 @@ class _Decoding:
             return self._turns.step(runtime, cache, self.ids[-1])
         with self._turns.token():
             logits = runtime.decode_step(cache, self.ids[-1])
-            found = self._beside.before(self.ids, self._sampler.allowed(logits))
-        if found is None:
+            exact = self._beside.before(self.ids, self._sampler.allowed(logits))
+        if exact is None:
             return logits
-        self._go_on_from(found[0])
-        return found[1]
+        self._go_on_from(exact[0])
+        return exact[1]
 
 
 class Sampler:
@@ -297,8 +293,8 @@ class Sampler:
         read = self._read.to(logits.device)
         logits = self._of_repetition(read[None], logits[None])[0]
         tokens, counts = read[self._num_prompt :].unique(return_counts=True)
-        given = self._params.frequency_penalty * counts + self._params.presence_penalty
-        return logits.index_add(0, tokens, -given.to(logits.dtype))
+        penalty = self._params.frequency_penalty * counts + self._params.presence_penalty
+        return logits.index_add(0, tokens, -penalty.to(logits.dtype))
 
     def _record(self, logits: torch.Tensor, token: int, count: int) -> None:
         row = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)

@@ -177,13 +177,13 @@ class Parts:
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
         check_least_length([text for text in texts if isinstance(text, str)], self.models.runtime)
         reader = PromptReader(self.models.runtime, None if as_it_stands else self.config.system_prompt)
-        caller, given = CALLER.get(), GivenTexts(documents) if documents else ()
+        caller, texts_of_call = CALLER.get(), GivenTexts(documents) if documents else ()
         if caller is not None:  # whose search ends when the caller leaves
-            given = GivenTexts(documents, caller.check)
+            texts_of_call = GivenTexts(documents, caller.check)
         return reader.segments(
             prompt,
             self.texts.index,
-            given,
+            texts_of_call,
             date=date,
             tools=tools,
             variables=variables,

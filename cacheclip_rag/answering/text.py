@@ -99,9 +99,9 @@ class TextStream:
         self._held += piece if self._reasoning is None else self._read(self._reasoning, piece, last)
         is_sure = not any(end in self._held for end in self._ends) or self._split(last)
         waiting = self._held + (self._unfinished if self._reasoning is None or self._reasoning.has_ended else "")
-        found = [(at, s) for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
-        if found:
-            (end, self.stopped_by), last = min(found), True
+        stops = [(at, s) for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
+        if stops:
+            (end, self.stopped_by), last = min(stops), True
             self._held, self._unfinished = waiting[:end], ""
         waits_for = (*self._stop, *self._ends)
         end = len(self._held) - (may_begin(self._held, waits_for) if waits_for and not last else 0) if is_sure else 0
@@ -123,15 +123,15 @@ class TextStream:
         if self._reasoning is not None and self._reasoning.has_reasoned:
             self._ends = ()
             return True
-        found = unopened_reasoning("".join(self._pieces) + self._held, self._ends, last)
-        if not found:
-            return found is None
+        parts = unopened_reasoning("".join(self._pieces) + self._held, self._ends, last)
+        if not parts:
+            return parts is None
         if any(self._pieces):
             self.revised_from, self._has_withdrawn = 0, True
-        self._pieces, self._ends, self.reasoning = [], (), found[0]
+        self._pieces, self._ends, self.reasoning = [], (), parts[0]
         self._reasoning = ReasoningReader()
         self._reasoning.has_reasoned = True
-        self._held = self._read(self._reasoning, found[1], last)
+        self._held = self._read(self._reasoning, parts[1], last)
         return True
 
     def replay(self, token_ids: Sequence[int], shown: TextStream) -> None:
@@ -163,12 +163,12 @@ def read_calls(events: Iterable[Event], tools: Parameters) -> Iterator[Event]:
         waiting += event.text
         final = waiting if event.is_final else ""
         waiting, passed = waiting[len(final) :], passed + len(final)
-        text, found = reader.push(final)
+        text, read = reader.push(final)
         if event.answer is not None:
             rest, others = reader.close()
-            text, found = text + rest, [*found, *others]
+            text, read = text + rest, [*read, *others]
         texts.append(text)
-        calls += found
+        calls += read
         answer = event.answer and replace(event.answer, text="".join(texts), tool_calls=tuple(calls))
         called = answer.tool_calls if answer else ()
         yield replace(event, text=text, answer=answer, tool_calls=called, revised_from=revised_from, is_final=True)

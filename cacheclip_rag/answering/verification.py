@@ -1,4 +1,6 @@
-"""Verified finishing: the exact KV of a prompt is completed while an approximate answer is decoded, and verifies it.
+"""What goes on beside an answer while it is decoded: nothing, verified finishing, or a confidence gate.
+
+Verified finishing: the exact KV of a prompt is completed while an approximate answer is decoded, and verifies it.
 A confidence gate completes it at once, before a token of which the model is unsure.
 
 A second state of the same prompt starts from the prefix cache and reads the prompt's tokens in order, one block after
@@ -20,8 +22,7 @@ from typing import Any
 import torch
 
 from ..guards.base import Verified
-from ..runtime.base import KVMatch, Runtime, wait_for
-from .beside import Beside, Continuation
+from ..runtime.base import KVMatch, Runtime, State, wait_for
 from .prefill import Keep, confidence
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,45 @@ a schema, unless ``min_confidence`` is set: they decide between a call and text,
 _CALL_TOKENS = 16
 _ANSWER_BLOCK_ROWS = 64
 """Answer tokens in one pass. Each row has logits over the whole vocabulary, in a large one 600 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Exact KV from which an answer goes on."""
+
+    state: State
+    """The exact KV of the prompt and of all ``ids`` but the last."""
+    ids: list[int]
+    """The answer so far: as it was given, or up to the first token that differs, with full prefill's token there."""
+    keeping: Keep | None
+    """What takes the exact KV into the prefix cache; None: nothing is kept."""
+
+
+class Beside:
+    """Nothing goes on beside the answer while it is decoded. Base class of what does: verified finishing, a confidence
+    gate. :func:`~.decoding.decode` knows none of them by name."""
+
+    asks_before = False
+    """Whether :meth:`before` is still to be called."""
+    asks_after = False
+    """Whether :meth:`after` is still to be called."""
+    may_withdraw = False
+    """Whether text given so far may still be withdrawn."""
+
+    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
+        """Called before a token is chosen, but for the first one. ``allowed``: ``(vocab_size,)`` logits of the tokens
+        that may come next. Returns how to go on, and the logits to choose from instead; None: go on as before."""
+        return None
+
+    def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
+        """Called after every token, the last one included. ``completely``: finish now, because no token waits for it.
+        Returns how to go on; None: as before."""
+        return None
+
+    def end(self, answer: Sequence[int]) -> dict[str, Any]:
+        """Called once, with all tokens of the answer. Returns fields of
+        :class:`~cacheclip_rag.fusion.answer.FusionStats`."""
+        return {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,10 +237,10 @@ class Gate(Beside):
         if confidence(allowed) >= least:
             return None
         self.asks_before = False
-        found = self.exact.complete(answer)
-        if found is not None:
+        exact = self.exact.complete(answer)
+        if exact is not None:
             self._completed_at = len(answer)
-        return found
+        return exact
 
     def end(self, answer: Sequence[int]) -> dict[str, Any]:
         return {"completed_at": self._completed_at, "verify_s": self.exact.seconds}

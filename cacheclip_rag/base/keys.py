@@ -69,3 +69,8 @@ def text_digest(text: str) -> bytes:
 def json_digest(value: object) -> str:
     """SHA-256 of a value as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(fingerprint: str) -> str:
+    """The part of a model's fingerprint that identifies its weights, without the compute dtype."""
+    return fingerprint.partition(":")[0]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from ..base.checks import check_choice
 from ..base.keys import json_digest
-from ..base.removed import SETTINGS, refuse_removed
+from ..base.names import SETTINGS, refuse_removed
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 
 from ..base.checks import by_real_names, check_store_url, did_you_mean, store_place
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
+from ..base.names import OPTIONS, refuse_removed
 from ..base.paths import expanded, is_url
-from ..base.removed import OPTIONS, refuse_removed
 from ..base.urls import shown_url
 from ..config import EngineConfig
 from .companions import COMPANIONS

@@ -15,7 +15,7 @@ from typer.models import CommandInfo
 
 from ..base.errors import ConfigurationError, MissingExtraError
 from ..base.guests import ask_guest, distribution, guests, lacking
-from ..base.removed import OPTIONS, refuse_removed
+from ..base.names import OPTIONS, refuse_removed
 from .companions import COMPANIONS, Companion
 from .options import SettingsCommand
 from .tables import BROUGHT, TABLES, Table

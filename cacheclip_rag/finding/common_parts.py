@@ -72,12 +72,6 @@ def smallest(hashes: Column, reach: int) -> Iterator[tuple[int, Column]]:
         width *= 2
 
 
-def ranges(first: Column, counts: Column) -> Column:
-    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(counts.sum())
-
-
 @dataclass(frozen=True, slots=True)
 class TextMatch:
     """``prompt[start:stop]`` is a stored text or a part of one."""
@@ -172,8 +166,9 @@ def pairs_of(anchors: Column, places: Column, others: AnchorPlaces, most: int) -
     fewest = np.argsort(counts, kind="stable")
     fits = int(np.searchsorted(np.cumsum(counts[fewest]), most + 2 * len(places), side="right"))
     fewest = fewest[:fits]
-    texts = np.repeat(fewest, counts[fewest])
-    here = places[ranges(first[fewest], counts[fewest])]
+    first, counts = first[fewest], counts[fewest]
+    texts = np.repeat(fewest, counts)
+    here = places[np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())]
     return here, others.contents[texts], here - others.places[texts]
 
 

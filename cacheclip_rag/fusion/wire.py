@@ -88,11 +88,11 @@ class FusionPlan:
             _check(_KEY.fullmatch(piece.key) is not None, f"a key must be 64 hexadecimal digits, got {piece.key!r}")
             _check(piece.num_tokens > 0 <= piece.first, "a piece must have a token or more")
         of_pieces = [(piece.start, piece.stop) for piece in self.pieces]
-        for name, found in (("pieces", of_pieces), ("computed", self.computed), ("chunks", self.chunks)):
-            numbers = [number for interval in found for number in interval]
+        for name, intervals in (("pieces", of_pieces), ("computed", self.computed), ("chunks", self.chunks)):
+            numbers = [number for interval in intervals for number in interval]
             _check(all(is_whole_number(number) for number in numbers), f"{name} must hold whole numbers")
-            _check(all(0 <= start < stop <= end for start, stop in found), f"{name} must lie before position {end}")
-            _check(all(a[1] <= b[0] for a, b in pairwise(found)), f"{name} must be in order, without overlap")
+            _check(all(0 <= start < stop <= end for start, stop in intervals), f"{name} must lie before position {end}")
+            _check(all(a[1] <= b[0] for a, b in pairwise(intervals)), f"{name} must be in order, without overlap")
         _check(_covers(of_pieces, self.computed, end), "some position is neither stored nor computed")
         _check(set(self.chunks) <= set(of_pieces), "a corrected chunk must be a piece")
         _check(0.0 <= self.correction <= 1.0, f"correction must be 0 to 1, got {self.correction!r}")

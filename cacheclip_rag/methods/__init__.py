@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from ..base.checks import did_you_mean
 from ..base.errors import ConfigurationError
 from ..base.guests import guests, load_guest
-from ..base.late import late_names
-from ..base.removed import METHODS, refuse_removed
+from ..base.names import METHODS, late_names, refuse_removed
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from .base import Method as Method
-    from .block import BlockAttention as BlockAttention
+    from .direct import BlockAttention as BlockAttention
     from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
     from .recompute import Chunks as Chunks, Recompute as Recompute, Split as Split, offsets as offsets
     from .settings import describe as describe, vary as vary
@@ -112,7 +111,7 @@ __getattr__, _LATE = late_names(
     __name__,
     {
         "base": "Method",
-        "block": "BlockAttention",
+        "direct": "BlockAttention",
         "presets": "PRESETS PRESET_NOTES",
         "recompute": "Chunks Recompute Split offsets",
         "settings": "describe vary",

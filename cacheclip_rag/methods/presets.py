@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from ..selection.budget import AlignedWindows, Budget, Tokens
 from ..selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix
 from .base import Method
-from .block import BlockAttention
-from .direct import Direct
+from .direct import BlockAttention, Direct
 from .full import Full, Prefix
 from .recompute import Recompute
 

@@ -154,15 +154,15 @@ def offsets(
         Float32 offsets of keys and values of these slots, shapes as ``stored``; 0 where a slot is not corrected.
     """
     of_chosen = None if tables is None else split.tables(tables)
-    shares, found = weight * split.means, []
+    shares, of_both = weight * split.means, []
     for new, old, is_key in ((fresh[0], stored[0], True), (fresh[1], stored[1], False)):
         change = new.index_select(1, split.rows).float() - old.index_select(1, split.chosen).float()
         if is_key:
             change = unrotate(change, of_chosen)
         # one row per chunk, and one of zeros for slots that are not corrected
         added = (shares @ change).index_select(1, split.chunk_of_slot)
-        found.append(rotate(added, tables) if is_key else added)
-    return found[0], found[1]
+        of_both.append(rotate(added, tables) if is_key else added)
+    return of_both[0], of_both[1]
 
 
 @dataclass(eq=False, slots=True)

@@ -48,21 +48,21 @@ def vary(method: Method, changes: Mapping[str, Any]) -> Method:
 
 def _varied(part: Any, changes: Mapping[str, Any], where: str) -> Any:
     wanted = changes.get(_TYPE, _type_name(type(part)))
-    given = {name: value for name, value in changes.items() if name != _TYPE}
+    values = {name: value for name, value in changes.items() if name != _TYPE}
     if wanted == _type_name(type(part)):
-        _check_fields(type(part), given, where)
+        _check_fields(type(part), values, where)
         return replace(
-            part, **{name: _value(getattr(part, name), new, f"{where}.{name}") for name, new in given.items()}
+            part, **{name: _value(getattr(part, name), new, f"{where}.{name}") for name, new in values.items()}
         )
     family = next(family for family in _FAMILIES if isinstance(part, family))
-    return _made(_type_of(family, wanted, where), given, where)
+    return _made(_type_of(family, wanted, where), values, where)
 
 
-def _made(cls: type, given: Mapping[str, Any], where: str) -> Any:
+def _made(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """A new part; nested mappings must name their types."""
-    _check_fields(cls, given, where)
+    _check_fields(cls, values, where)
     try:
-        return cls(**{name: _value(None, value, f"{where}.{name}") for name, value in given.items()})
+        return cls(**{name: _value(None, value, f"{where}.{name}") for name, value in values.items()})
     except TypeError as error:  # a field without a default is missing
         raise ConfigurationError(f"{where} of type {cls.__name__} is not complete: {error}.") from error
 
@@ -80,9 +80,9 @@ def _value(old: Any, new: Any, where: str) -> Any:
     return new
 
 
-def _check_fields(cls: type, given: Mapping[str, Any], where: str) -> None:
+def _check_fields(cls: type, values: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(cls)]
-    for name in given:
+    for name in values:
         if name not in known:
             raise ConfigurationError(
                 f"{where} has no field {name!r}.{did_you_mean(name, known)} Fields of {cls.__name__}: "

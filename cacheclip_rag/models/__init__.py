@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.late import late_names
+from ..base.names import late_names
 
 if TYPE_CHECKING:
-    from ..runtime.base import weights_digest as weights_digest
+    from ..base.keys import weights_digest as weights_digest
     from .checkpoints import TransformersLoader as TransformersLoader, quantization_of as quantization_of
     from .devices import DEVICE_MAPS as DEVICE_MAPS, check_device as check_device, choose_device as choose_device
     from .fingerprint import FileState as FileState, file_digest as file_digest, states_of as states_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "..runtime.base": "weights_digest",
+        "..base.keys": "weights_digest",
         "checkpoints": "TransformersLoader quantization_of",
         "devices": "DEVICE_MAPS check_device choose_device",
         "fingerprint": "FileState file_digest states_of",

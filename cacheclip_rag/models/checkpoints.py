@@ -102,8 +102,8 @@ class TransformersLoader(ModelLoader):
 
     @property
     def knows_tools(self) -> bool | None:
-        found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(self.name, each))]
-        return any(map(_mentions_tools, found)) if found else None
+        files = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(self.name, each))]
+        return any(map(_mentions_tools, files)) if files else None
 
     @cached_property
     def place(self) -> str:
@@ -192,13 +192,13 @@ def _tensors(folder: Path, name: str) -> dict[str, str]:
     damaged."""
     from .memory import tensor_dtypes
 
-    found = tensor_dtypes(folder)
-    if not found:
+    dtypes = tensor_dtypes(folder)
+    if not dtypes:
         raise ModelError(
             f"expected the weights of model {name!r} as *.safetensors in {folder}, each file that its index names, got "
             "none that can be read whole. Pickles (*.bin, *.pt) are not read. Fetch the model again."
         )
-    return found
+    return dtypes
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -244,8 +244,8 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
         options = {**loading_options(scheme, config, device), **options}
     with quiet_transformers():
         load = partial(auto.from_pretrained, output_loading_info=True)
-        model, found = _read(name, "*.safetensors", lambda: load(folder, **options))
-    check_tensors(model, found, name)
+        model, info = _read(name, "*.safetensors", lambda: load(folder, **options))
+    check_tensors(model, info, name)
     if scheme is not None:
         check_loaded(model, scheme, getattr(torch, dtype), name)
     if is_multimodal(config) or model.base_model is model:  # as Llama 4's, whose decoder is no base model

@@ -36,8 +36,8 @@ FileState = tuple[str, int, int, int, int]
 
 def file_states(folder: Path) -> tuple[FileState, ...]:
     """States of the files that a model is loaded from: config, weights, tokenizer, chat templates."""
-    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    return states_of(sorted(file for file in found if file.suffix in _READ_SUFFIXES and file.is_file()))
+    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    return states_of(sorted(file for file in files if file.suffix in _READ_SUFFIXES and file.is_file()))
 
 
 def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
@@ -73,12 +73,12 @@ def file_digest(file: Path) -> str:
         for offset, count in [(0, min(size, _HEAD_BYTES)), *pieces]:
             sampled.update(_read_exactly(handle, offset, min(count, size - offset)))
     sample = sampled.hexdigest()
-    found = _remembered(memo, sample)
-    if found is None:
+    digest = _remembered(memo, sample)
+    if digest is None:
         with file.open("rb") as handle:
-            found = hashlib.file_digest(handle, "sha256").hexdigest()
-        _remember(memo, {"folder": os.fspath(file), "weights": found, "sample": sample})
-    return found
+            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+        _remember(memo, {"folder": os.fspath(file), "weights": digest, "sample": sample})
+    return digest
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -124,26 +124,26 @@ def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
 
 def _read_exactly(handle: FileIO, offset: int, count: int) -> bytes:
     handle.seek(offset)
-    found = b""
-    while len(found) < count:
-        piece = handle.read(count - len(found))
+    data = b""
+    while len(data) < count:
+        piece = handle.read(count - len(data))
         if not piece:
             raise ValueError("the file ends too early")
-        found += piece
-    return found
+        data += piece
+    return data
 
 
 def _remembered(memo: Path, sample: str | None) -> str | None:
     """The cached digest of the weights; None if there is none, it is damaged, or it belongs to another sample."""
     try:
-        found = json.loads(memo.read_text())
-        return str(found["weights"]) if sample is not None and found["sample"] == sample else None
+        content = json.loads(memo.read_text())
+        return str(content["weights"]) if sample is not None and content["sample"] == sample else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(memo: Path, found: dict[str, str]) -> None:
+def _remember(memo: Path, content: dict[str, str]) -> None:
     try:
-        write_json(memo, found)
+        write_json(memo, content)
     except OSError as error:
-        logger.debug("the fingerprint of %s is not cached: %s", found["folder"], error)
+        logger.debug("the fingerprint of %s is not cached: %s", content["folder"], error)

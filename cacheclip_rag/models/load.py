@@ -182,9 +182,9 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
     """What turns a text into token ids as the model called ``name`` does, without special tokens. Loads no weights, but
     for runtimes whose loaders have no tokenizer, which have the arguments of :func:`load_any`. Raises the errors of
     :func:`resolve`, and ModelError for a missing or damaged tokenizer."""
-    found = loader_of(name).tokenizer()
-    if found is not None:
-        return found
+    encode = loader_of(name).tokenizer()
+    if encode is not None:
+        return encode
     runtime = load_any(name, dtype=dtype, device=device)
     return lambda text: list(runtime.tokenize(text).ids)
 

@@ -82,10 +82,10 @@ def _tensors(folder: Path) -> list[dict[str, Any]]:
         else:
             single = folder / "model.safetensors"
             names = [single.name] if single.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
-        found = [each for name in names for each in _header(folder / name)]
+        tensors = [each for name in names for each in _header(folder / name)]
         # what the callers read
-        assert all(prod(each["shape"]) >= 0 and each["dtype"] + "" and each["data_offsets"][1] >= 0 for each in found)
-        return found
+        assert all(prod(each["shape"]) >= 0 and each["dtype"] + "" and each["data_offsets"][1] >= 0 for each in tensors)
+        return tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, struct.error):
         return []
 
@@ -112,8 +112,8 @@ def free_bytes(device: str) -> int | None:
 def _free_in_system() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
-        return found["MemAvailable"] + found.get("SwapFree", 0)
+        sizes = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
+        return sizes["MemAvailable"] + sizes.get("SwapFree", 0)
     except (OSError, ValueError, KeyError, IndexError):
         return None
 

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from ..selection.auxiliary_pass import AuxiliaryPass
 
 
-def takes_moved(method: Method) -> bool:
-    """Whether a method may use KV that earlier prompts left at other places: not where it computes everything."""
-    return method.reuses_chunks and not (method.exact_at_one and method.nominal_ratio >= 1.0)
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class KVSources:
     """The parts of an engine that one method needs."""
@@ -74,8 +69,9 @@ class KVSources:
             self.stored_prompts.restore(ids)
         if not continued:
             return self.prompt_cache.match(ids)
-        can_move = self.primary.runtime.can_move and not self.primary.context.isolated and takes_moved(method)
-        stop = max(layout.num_tokens - LEAST_END, 0) if moves and can_move else 0
+        can_move = moves and self.primary.runtime.can_move and not self.primary.context.isolated
+        computes_all = not method.reuses_chunks or (method.exact_at_one and method.nominal_ratio >= 1.0)
+        stop = max(layout.num_tokens - LEAST_END, 0) if can_move and not computes_all else 0
         return self.prompt_cache.match(ids, method, moves=range(layout.num_prefix, stop))
 
 

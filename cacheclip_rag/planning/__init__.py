@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.late import late_names
+from ..base.names import late_names
 
 if TYPE_CHECKING:
     from ..answering.turns import CallerLeft as CallerLeft, Waiter as Waiter

@@ -92,15 +92,15 @@ class CallReader:
 
     def _read(self, text: str, *, last: bool) -> tuple[str, list[ToolCall]]:
         self._held += text
-        given: list[str] = []
+        texts: list[str] = []
         calls: list[ToolCall] = []
         while True:
             if not self._began and _may_be_calls(self._held):
                 if not last:
                     break
-                found = _plain_calls(self._held, self._tools)
-                if found is not None:
-                    calls, self._held = found, ""
+                plain = _plain_calls(self._held, self._tools)
+                if plain is not None:
+                    calls, self._held = plain, ""
                     break
             places = [(at, opening) for opening in _OPENINGS if (at := self._held.find(opening)) >= 0]
             if not self._began and self._held.startswith(_FIRST):
@@ -108,32 +108,32 @@ class CallReader:
             if not places and not self._began and not last and _FIRST.startswith(self._held):
                 break
             if not places:
-                self._give(given, len(self._held) - (0 if last else may_begin(self._held, _OPENINGS)))
+                self._give(texts, len(self._held) - (0 if last else may_begin(self._held, _OPENINGS)))
                 break
             at, opening = min(places)
-            self._give(given, at)
+            self._give(texts, at)
             after = self._held[len(opening) :]
             if self._shown.holds_no_calls or (self._shown.is_code and after.startswith("`")):
-                self._give(given, len(opening))
+                self._give(texts, len(opening))
                 continue
             read = _calls_after(opening, after, last, self._tools)
             if read is None and not last:
                 break
             if read is None:
-                self._give(given, len(opening))
+                self._give(texts, len(opening))
                 continue
             is_shown = self._shown.is_closed_by(after[read[1] :], last)
             if is_shown is None:
                 break
             if is_shown:
-                self._give(given, len(opening) + read[1])
+                self._give(texts, len(opening) + read[1])
                 continue
             calls += read[0]
             self._held = after[read[1] :]
             self._began = self._after_call = True
-        return "".join(given), calls
+        return "".join(texts), calls
 
-    def _give(self, given: list[str], length: int) -> None:
+    def _give(self, texts: list[str], length: int) -> None:
         piece, self._held = self._held[:length], self._held[length:]
         if self._after_call:
             piece = piece.lstrip()
@@ -141,7 +141,7 @@ class CallReader:
             self._after_call = False
             self._began = self._began or not piece.isspace()
             self._shown.add(piece)
-            given.append(piece)
+            texts.append(piece)
 
 
 def _may_be_calls(text: str) -> bool:
@@ -223,7 +223,7 @@ def unopened_reasoning(text: str, ends: Sequence[str], last: bool) -> tuple[str,
     """Reasoning that ends with one of the markers ``ends``, although none opened it, and the text after it. None if
     there is none: where an opening marker stands before, or the end is only shown, it is text. Empty if this is not
     certain yet."""
-    places = sorted((found.start(), end) for end in ends for found in re.finditer(re.escape(end), text))
+    places = sorted((match.start(), end) for end in ends for match in re.finditer(re.escape(end), text))
     for at, end in places:
         before, after = text[:at], text[at + len(end) :]
         if any(opening in before for opening, closing in REASONING_MARKERS if closing == end):
@@ -280,8 +280,8 @@ def _open_after(line: str, before: _Open) -> _Open:
     if fence is not None:
         return replace(now, end=fence[1])
     for closing in filter(None, (end, perhaps)):
-        _, found, rest = line.partition(closing)
-        if found:
+        _, is_there, rest = line.partition(closing)
+        if is_there:
             line, end, perhaps = rest, "" if closing == end else end, "" if closing == perhaps else perhaps
     text = "" if end else _CODE.sub(" ", line)
     while not end:
@@ -291,11 +291,11 @@ def _open_after(line: str, before: _Open) -> _Open:
         if not places:
             break
         at, opening, closing = min(places)
-        _, found, rest = text[at:].partition(closing)
-        if not found and (text[:at].strip() or _TAG.match(opening)):
+        _, is_there, rest = text[at:].partition(closing)
+        if not is_there and (text[:at].strip() or _TAG.match(opening)):
             perhaps, text = closing, text[:at] + text[at + len(opening) :]
             break
-        end, text = ("", rest) if found else (closing, "")
+        end, text = ("", rest) if is_there else (closing, "")
     return replace(now, end=end, perhaps=perhaps, text=text)
 
 
@@ -309,18 +309,18 @@ def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Fou
     if opening in (_FIRST, *_IN_CHANNELS):
         return _named_call(text, _HEADER)
     if opening == "<function=":
-        found = _xml_call(opening + text, tools)
-        if found is None or found[0][0].name not in tools:
+        read = _xml_call(opening + text, tools)
+        if read is None or read[0][0].name not in tools:
             return None
-        found = found[0], found[1] - len(opening)
+        read = read[0], read[1] - len(opening)
     else:
-        found = _xml_call(text, tools) or _json_calls(text)
-    return found and _closed(found, text, last)
+        read = _xml_call(text, tools) or _json_calls(text)
+    return read and _closed(read, text, last)
 
 
-def _closed(found: _Found, text: str, last: bool) -> _Found | None:
+def _closed(read: _Found, text: str, last: bool) -> _Found | None:
     """Calls with the closing marker after them, if there is one; None if it may still come."""
-    calls, end = found
+    calls, end = read
     rest = text[end:].lstrip()
     if not last and "</tool_call>".startswith(rest) and rest != "</tool_call>":
         return None
@@ -332,9 +332,9 @@ def _closed(found: _Found, text: str, last: bool) -> _Found | None:
 def _json_calls(text: str) -> _Found | None:
     """A call as a JSON object, or several as a list."""
     value, end = _value_at(text, 0)
-    found = [_call_of(each, None) for each in (value if isinstance(value, list) else [value])]
-    calls = [call for call in found if call is not None]
-    return (calls, end) if calls and len(calls) == len(found) else None
+    each_or_none = [_call_of(each, None) for each in (value if isinstance(value, list) else [value])]
+    calls = [call for call in each_or_none if call is not None]
+    return (calls, end) if calls and len(calls) == len(each_or_none) else None
 
 
 def _named_call(text: str, pattern: re.Pattern[str]) -> _Found | None:
@@ -355,9 +355,9 @@ def _xml_call(text: str, tools: Parameters) -> _Found | None:
     schema, end = tools.get(head[1]) or {}, head.end()
     properties = schema.get("properties")
     arguments: dict[str, Any] = {}
-    while (found := _PARAMETER.match(text, end)) is not None:
-        arguments[found[1]] = _typed(found[2], _types(_inside(properties, found[1]), schema))
-        end = found.end()
+    while (parameter := _PARAMETER.match(text, end)) is not None:
+        arguments[parameter[1]] = _typed(parameter[2], _types(_inside(properties, parameter[1]), schema))
+        end = parameter.end()
     call = _call_of({"name": head[1], "arguments": arguments}, None)
     return ([call], end + len("</function>")) if call and text.startswith("</function>", end) else None
 
@@ -388,21 +388,21 @@ def _typed(text: str, types: frozenset[str]) -> Any:
 def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """JSON types other than text that a schema allows. What is no schema allows nothing: clients send null for what
     they leave out."""
-    found: set[str] = set()
+    types: set[str] = set()
     waiting, seen = [schema], set()
     while waiting:
         each = waiting.pop()
         if not isinstance(each, Mapping) or id(each) in seen:  # references may go round
             continue
         seen.add(id(each))
-        found.update(name for name in [each.get("type"), *_listed(each, "type")] if isinstance(name, str))
+        types.update(name for name in [each.get("type"), *_listed(each, "type")] if isinstance(name, str))
         for value in [*_listed(each, "enum"), *([each["const"]] if "const" in each else ())]:
-            found.update(_JSON_TYPES.get(type(value), ()))
+            types.update(_JSON_TYPES.get(type(value), ()))
         waiting += [other for key in ("anyOf", "oneOf", "allOf") for other in _listed(each, key)]
         reference = str(each.get("$ref")).split("/")
         if reference[0] == "#" and len(reference) == 3:
             waiting.append(_inside(_inside(root, reference[1]), reference[2]))
-    return frozenset(found)
+    return frozenset(types)
 
 
 def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
@@ -439,21 +439,21 @@ def _plain_calls(text: str, names: Collection[str] | None) -> list[ToolCall] | N
 
 
 def _after_wrapping(text: str, begin: int) -> int:
-    found = _BETWEEN.match(text, begin)
-    assert found is not None, "the pattern matches nothing, too"
-    return found.end()
+    match = _BETWEEN.match(text, begin)
+    assert match is not None, "the pattern matches nothing, too"
+    return match.end()
 
 
 def _call_of(value: Any, names: Collection[str] | None) -> ToolCall | None:
     """A call from its JSON object; None if it is none, or not of a known tool."""
     if not isinstance(value, dict):
         return None
-    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
+    name, written = value.get("name"), value.get("arguments", value.get("parameters"))
     if not is_name(name) or (names is not None and name not in names):
         return None
-    if given is None and names is None and set(value) <= {"name", "id", "type"}:
-        given = {}  # between markers, a call without arguments is certain
-    arguments = as_object(given)
+    if written is None and names is None and set(value) <= {"name", "id", "type"}:
+        written = {}  # between markers, a call without arguments is certain
+    arguments = as_object(written)
     try:
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):  # half a character

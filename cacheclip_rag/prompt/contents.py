@@ -76,9 +76,9 @@ def _by_words(
         # nothing would tell where such a content stands
         if len(words) == before and contents[number].strip() and message["role"] != "assistant":
             return None
-    found = render([{**message, "content": text} for message, text in zip(messages, shown, strict=True)])
+    marked = render([{**message, "content": text} for message, text in zip(messages, shown, strict=True)])
     spans = []
-    pieces, places = _STAND_IN.split(found), _STAND_IN.findall(found)
+    pieces, places = _STAND_IN.split(marked), _STAND_IN.findall(marked)
     parts: list[str] = []
     length = 0
     for number, piece in enumerate(pieces):
@@ -121,21 +121,21 @@ def _joined(
         is_one = 0 <= other < len(words) and words[other].message == words[index].message
         return other if is_one else None
 
-    found: list[list[int]] = []
+    stretches: list[list[int]] = []
     before: tuple[int, int, int] | None = None
     for begin, end, index in spans:
         between = "" if before is None else text[before[1] : begin]
         if before is not None and neighbour(before[2], 1) == index and between == kept(before[2], index):
-            found[-1][1] = end
+            stretches[-1][1] = end
         else:
             if before is not None:
-                found[-1][1] += _common_length(between, kept(before[2], neighbour(before[2], 1)))
-            room = text[found[-1][1] if found else 0 : begin]
-            found.append([begin - _common_length(room[::-1], kept(neighbour(index, -1), index)[::-1]), end])
+                stretches[-1][1] += _common_length(between, kept(before[2], neighbour(before[2], 1)))
+            room = text[stretches[-1][1] if stretches else 0 : begin]
+            stretches.append([begin - _common_length(room[::-1], kept(neighbour(index, -1), index)[::-1]), end])
         before = begin, end, index
     if before is not None:
-        found[-1][1] += _common_length(text[before[1] :], kept(before[2], neighbour(before[2], 1)))
-    edges = [0, *(edge for span in found for edge in span), len(text)]
+        stretches[-1][1] += _common_length(text[before[1] :], kept(before[2], neighbour(before[2], 1)))
+    edges = [0, *(edge for span in stretches for edge in span), len(text)]
     return [(text[a:b], number % 2 == 1) for number, (a, b) in enumerate(pairwise(edges)) if b > a]
 
 
@@ -151,9 +151,9 @@ def _by_marks(
         core = text.strip()
         lead, trail = text.split(core, 1) if core else (text, "")
         shown.append({**message, "content": f"{lead}{first}{core}{last}{trail}" if core else text})
-    found = re.split(f"{first}(.*?){last}", render(shown), flags=re.DOTALL)
+    written = re.split(f"{first}(.*?){last}", render(shown), flags=re.DOTALL)
     # in a piece that holds one of them, the template has cut a content
-    return [(piece, number % 2 == 1) for number, piece in enumerate(found)] if "".join(found) == rendered else None
+    return [(piece, number % 2 == 1) for number, piece in enumerate(written)] if "".join(written) == rendered else None
 
 
 def _common_length(first: str, second: str) -> int:

@@ -45,24 +45,19 @@ class Span:
     """Whether the chunk goes on here after the span before, with only a few other tokens between them."""
     whole_tokens: int = 0
     """Tokens of the whole chunk; 0 for fresh text."""
+    stop: int = field(init=False, compare=False, repr=False)
+    is_chunk: bool = field(init=False, compare=False, repr=False)
+    whole: str = field(init=False, compare=False, repr=False)
+    """The text that is stored, of which these tokens are a part."""
+    at: int = field(init=False, compare=False, repr=False)
+    """Where the segment's text begins in :attr:`whole`, in characters."""
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def is_chunk(self) -> bool:
-        return isinstance(self.segment, Chunk)
-
-    @property
-    def whole(self) -> str:
-        """The text that is stored, of which these tokens are a part."""
-        return self.segment.whole if isinstance(self.segment, Chunk) else self.segment.text
-
-    @property
-    def at(self) -> int:
-        """Where the segment's text begins in :attr:`whole`, in characters."""
-        return self.segment.at if isinstance(self.segment, Chunk) else 0
+    def __post_init__(self) -> None:
+        chunk = self.segment if isinstance(self.segment, Chunk) else None
+        whole, at = (self.segment.text, 0) if chunk is None else (chunk.whole, chunk.at)
+        values = {"stop": self.start + len(self.tokens), "is_chunk": chunk is not None, "whole": whole, "at": at}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +76,16 @@ class Layout:
     with accents apart), so that no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
     generation_prompt: str | None = None
     """What the chat template wrote before the answer; None if the prompt does not end with text of a template."""
+    num_tokens: int = field(init=False, compare=False, repr=False)
+    chunks: tuple[Span, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", len(self.token_ids))
+        object.__setattr__(self, "chunks", tuple(span for span in self.spans if span.is_chunk))
 
     @property
     def ids(self) -> torch.Tensor:
         return torch.tensor(self.token_ids, dtype=torch.int64)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def chunks(self) -> tuple[Span, ...]:
-        return tuple(span for span in self.spans if span.is_chunk)
 
 
 def lay_out(
@@ -186,25 +179,21 @@ def _spans(
             fresh = Fresh(text[begin:last], control=bool(control[position]))
             yield Span(fresh, part.moved(-begin), start + position)
             position = end
-        if run is not None:
-            yield _chunk_span(run, text, tokens, start, before)
-            position, before = run.stop, run
-
-
-def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, before: _TokenRun | None) -> Span:
-    part = tokens.part(run.start, run.stop)
-    begin, end = part.offsets[0][0], max(offset for _, offset in part.offsets)
-    chunk = run.chunk
-    if not run.is_all:
-        chunk = Chunk(text[begin:end], chunk.whole, begin - run.begin + chunk.at)
-    continues = (
-        before is not None
-        and before.chunk.whole == chunk.whole
-        and 0 <= run.first - (before.first + before.stop - before.start) <= _NEAR
-        and run.start - before.stop <= _NEAR
-    )
-    shift = run.begin if run.is_all else begin
-    return Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
+        if run is None:
+            return
+        part, chunk = tokens.part(run.start, run.stop), run.chunk
+        begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
+        if not run.is_all:
+            chunk = Chunk(text[begin:last], chunk.whole, begin - run.begin + chunk.at)
+        continues = (
+            before is not None
+            and before.chunk.whole == chunk.whole
+            and 0 <= run.first - (before.first + before.stop - before.start) <= _NEAR
+            and run.start - before.stop <= _NEAR
+        )
+        shift = run.begin if run.is_all else begin
+        yield Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
+        position, before = run.stop, run
 
 
 def _runs(
@@ -214,7 +203,7 @@ def _runs(
     tokenize_chunk: Callable[[str], TokenizedText],
 ) -> list[_TokenRun]:
     """Runs of all chunks of a group, in order."""
-    found: list[_TokenRun] = []
+    runs: list[_TokenRun] = []
     for number, segment in enumerate(group):
         if not isinstance(segment, Chunk):
             continue
@@ -227,12 +216,12 @@ def _runs(
         ):
             is_all = is_whole and stop - start == len(source)
             if is_all or stop - start >= _LEAST_RUN:
-                found.append(_TokenRun(start, stop, first, segment, begin, len(source), is_all))
+                runs.append(_TokenRun(start, stop, first, segment, begin, len(source), is_all))
     parts: dict[str, int] = {}
-    for run in found:
+    for run in runs:
         if run.chunk.of is not None:
             parts[run.chunk.of] = parts.get(run.chunk.of, 0) + run.stop - run.start
-    return [run for run in found if run.chunk.of is None or parts[run.chunk.of] >= LEAST_PART]
+    return [run for run in runs if run.chunk.of is None or parts[run.chunk.of] >= LEAST_PART]
 
 
 def _alike(part: Chunk, begin: int, end: int) -> list[tuple[int, int]]:
@@ -290,18 +279,18 @@ def occurrences(spans: Iterable[Span]) -> list[Occurrence]:
     count as one chunk. A piece of which half or more stood before, since the chunk last began, begins the chunk once
     more: a text that stands twice counts twice.
     """
-    found: list[tuple[list[Span], np.ndarray[Any, Any]]] = []
+    chunks: list[tuple[list[Span], np.ndarray[Any, Any]]] = []
     last: dict[str, int] = {}
     for span in spans:
         number = last.get(span.whole)
         own = slice(span.first, span.first + len(span.tokens))
-        if number is None or not (span.continues or 2 * int(found[number][1][own].sum()) < len(span.tokens)):
-            number = last[span.whole] = len(found)
-            found.append(([], np.zeros(span.whole_tokens, np.bool_)))
-        pieces, there = found[number]
+        if number is None or not (span.continues or 2 * int(chunks[number][1][own].sum()) < len(span.tokens)):
+            number = last[span.whole] = len(chunks)
+            chunks.append(([], np.zeros(span.whole_tokens, np.bool_)))
+        pieces, there = chunks[number]
         pieces.append(span)
         there[own] = True
-    return [Occurrence(tuple(pieces), _share(there)) for pieces, there in found]
+    return [Occurrence(tuple(pieces), _share(there)) for pieces, there in chunks]
 
 
 def share_of(spans: Sequence[Span]) -> float:
@@ -375,20 +364,20 @@ def question_slots(
     """
     last = layout.chunks[-1].stop if layout.chunks else 0
     after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= last]
-    found: list[int] = []
+    slots: list[int] = []
     for span in after:
         at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1
         if at >= 0:
             assert question is not None
             end = at + len(question.strip())
-            found = [span.start + n for n, (a, b) in enumerate(span.tokens.offsets) if b > at and a < end and b > a]
-    if not found:
-        found = [
+            slots = [span.start + n for n, (a, b) in enumerate(span.tokens.offsets) if b > at and a < end and b > a]
+    if not slots:
+        slots = [
             span.start + n
             for span in after
             for n, (a, b) in enumerate(span.tokens.offsets)
             if span.segment.text[a:b].strip()
         ]
     if continued is not None:
-        found = [slot for slot in found if not continued[slot]]
-    return torch.tensor(found or [layout.num_tokens - 1], dtype=torch.int64)
+        slots = [slot for slot in slots if not continued[slot]]
+    return torch.tensor(slots or [layout.num_tokens - 1], dtype=torch.int64)

@@ -28,30 +28,30 @@ _NOT_VARIABLES = frozenset(
 """What shapes a prompt in other ways: arguments of transformers, and what it gives templates itself."""
 
 
-def check_template_kwargs(given: Any) -> dict[str, Any]:
+def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     """Variables of a chat template, as ``chat_template_kwargs`` give them. Raises ConfigurationError: they are no JSON
     object of words, hold more than a few values, or one of them is not a variable of templates."""
-    if not isinstance(given, Mapping):
+    if not isinstance(kwargs, Mapping):
         raise ConfigurationError(
             'chat_template_kwargs must be a JSON object such as {"enable_thinking": false}, got '
-            f"{type(given).__name__}."
+            f"{type(kwargs).__name__}."
         )
-    for name in given:
+    for name in kwargs:
         if not isinstance(name, str) or not name.isidentifier() or name in _NOT_VARIABLES or name.endswith("_token"):
             raise ConfigurationError(
                 f"chat_template_kwargs cannot set {str(name)[:80]!r}: give variables of the chat template, such as "
                 "enable_thinking."
             )
     try:
-        written = json.dumps(given if isinstance(given, dict) else dict(given), allow_nan=False)
+        written = json.dumps(kwargs if isinstance(kwargs, dict) else dict(kwargs), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"chat_template_kwargs must be JSON: {first_line(error)}.") from error
     if len(written) > _MOST_CHARACTERS:
         raise ConfigurationError(
             f"chat_template_kwargs have {len(written)} characters as JSON, and at most {_MOST_CHARACTERS} are taken."
         )
-    found: dict[str, Any] = json.loads(written)
-    return found
+    variables: dict[str, Any] = json.loads(written)
+    return variables
 
 
 def in_turns(messages: Iterable[Message]) -> list[Message]:
@@ -81,11 +81,11 @@ def system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 def _joined(before: Message, message: Message) -> Message:
     """Two messages of one speaker as one."""
-    found = {**before, **message}
+    both = {**before, **message}
     for name in before.keys() & message.keys() - {"role"}:
         first, second = before[name], message[name]
-        found[name] = [*first, *second] if isinstance(first, list) else "\n\n".join(filter(None, (first, second)))
-    return found
+        both[name] = [*first, *second] if isinstance(first, list) else "\n\n".join(filter(None, (first, second)))
+    return both
 
 
 def result_as_text(message: Message) -> Message:

@@ -89,20 +89,20 @@ class ReasoningReader:
             if self._held:
                 lead, self._opening = "\n\n" if self.has_reasoned else "", ""
         closing = re.escape(self._closing)
-        found = re.search(f"(?<!`){closing}|{closing}(?!`)", self._last + self._held)
+        closed = re.search(f"(?<!`){closing}|{closing}(?!`)", self._last + self._held)
         end = len(self._held) - (0 if last else may_begin(self._held, (self._closing,)))
-        if found is not None:
-            end = found.start() - len(self._last)
-            if not last and found.string.endswith(f"`{self._closing}") and found.end() == len(found.string):
-                found = None  # another backtick may come
+        if closed is not None:
+            end = closed.start() - len(self._last)
+            if not last and closed.string.endswith(f"`{self._closing}") and closed.end() == len(closed.string):
+                closed = None  # another backtick may come
         piece = self._held[:end].rstrip()
         self._last = piece[-1:] or self._last
-        if found is not None:
-            self._held, self._closing, self._opening = found.string[found.end() :], "", ""
+        if closed is not None:
+            self._held, self._closing, self._opening = closed.string[closed.end() :], "", ""
             self._last, self.has_reasoned = "", True
         else:
             self._held = "" if last else self._held[len(piece) :]
-        return lead + piece if piece else "", found is not None
+        return lead + piece if piece else "", closed is not None
 
     def _outside(self, last: bool) -> bool:
         """Look for an opening marker. Returns whether it is certain what the answer goes on with."""

@@ -77,8 +77,8 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
     """Each text, normalised. Raises ConfigurationError: ``texts`` is a single string, or holds something other than
     strings; one has the source of learned texts."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
-        raise ConfigurationError(f"expected a list of texts, got {found}.")
+        kind = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
+        raise ConfigurationError(f"expected a list of texts, got {kind}.")
     if isinstance(texts, Mapping):
         kept = (origins for origins in texts.values() if isinstance(origins, Collection))  # others are read once
         check_source(*chain.from_iterable(chain.from_iterable(kept)))

@@ -126,7 +126,7 @@ def past_calls(calls: Any) -> list[dict[str, Any]]:
     Arguments that are no JSON object are kept in the argument ``arguments``, and half a character becomes U+FFFD. What
     is no call is left out.
     """
-    found: list[dict[str, Any]] = []
+    past: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list | tuple) else ():
         if not isinstance(call, Mapping):
             continue
@@ -140,31 +140,32 @@ def past_calls(calls: Any) -> list[dict[str, Any]]:
             continue
         id = {"id": as_name(call["id"])} if isinstance(call.get("id"), str) and call["id"] else {}
         arguments = _past_arguments(function.get("arguments"))
-        found.append({**id, "type": "function", "function": {"name": as_name(name), "arguments": arguments}})
-    return found
+        past.append({**id, "type": "function", "function": {"name": as_name(name), "arguments": arguments}})
+    return past
 
 
-def _past_arguments(given: Any) -> dict[str, Any]:
-    found = as_object(given)
-    if found is None and isinstance(given, str):
+def _past_arguments(written: Any) -> dict[str, Any]:
+    arguments = as_object(written)
+    if arguments is None and isinstance(written, str):
         try:
-            read = json.loads(given)
+            read = json.loads(written)
         except (ValueError, RecursionError):
-            read = given
+            read = written
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                found = as_object(ast.literal_eval(given) if len(given) <= _MOST_LITERAL else None)  # Python's way
+                # Python's way
+                arguments = as_object(ast.literal_eval(written) if len(written) <= _MOST_LITERAL else None)
         else:
-            found = as_object(read)  # JSON in JSON
+            arguments = as_object(read)  # JSON in JSON
     else:
-        read = given
-    if found is None:
-        found = {"arguments": read} if read else {}
+        read = written
+    if arguments is None:
+        arguments = {"arguments": read} if read else {}
     try:
-        if not _is_deep(found):
-            return dict(with_whole_characters(found))  # templates write them as JSON
+        if not _is_deep(arguments):
+            return dict(with_whole_characters(arguments))  # templates write them as JSON
     except (TypeError, ValueError, RecursionError):
         pass
-    return {"arguments": with_whole_characters(str(given))}
+    return {"arguments": with_whole_characters(str(written))}
 
 
 def _is_deep(value: Any) -> bool:
@@ -172,7 +173,7 @@ def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_MOST_DEPTH):
         lists = (each.values() if isinstance(each, Mapping) else each for each in level)
-        level = [each for found in lists if isinstance(found, list | tuple | ValuesView) for each in found]
+        level = [each for inner in lists if isinstance(inner, list | tuple | ValuesView) for each in inner]
         if not level:
             return False
     return True
@@ -258,16 +259,16 @@ def with_short_ids(messages: Iterable[Message]) -> list[Message]:
             waiting = [call["id"] for call in named]
             message = {**message, "tool_calls": named}
         elif message["role"] == "tool":
-            given = message.get("tool_call_id")
-            answered = _short_id(given) if given else waiting[0] if waiting else _short_id(str(number))
+            own = message.get("tool_call_id")
+            answered = _short_id(own) if own else waiting[0] if waiting else _short_id(str(number))
             waiting = [each for each in waiting if each != answered]
             message = {**message, "tool_call_id": answered}
         short.append(message)
     return short
 
 
-def _short_id(given: str) -> str:
-    return given if _SHORT.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]
+def _short_id(id: str) -> str:
+    return id if _SHORT.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,8 @@ class Marks:
             names.append(f"{self.nonce}{len(names)}z")
             return {**call, "function": {**call["function"], "name": names[-1]}}
 
-        found = [{**m, "tool_calls": [*map(named, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
-        return found, names
+        others = [{**m, "tool_calls": [*map(named, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
+        return others, names
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """Parts of a rendered text, and for each whether it is template text (True) or was marked. Raises
@@ -339,22 +340,22 @@ class Marks:
 
 def unmarked(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     """Keys and strings of definitions that :meth:`Marks.definition` leaves as they are."""
-    found: dict[str, None] = {}
+    strings: dict[str, None] = {}
 
     def visit(value: Any, plain: bool) -> None:
         if isinstance(value, Mapping):
             for key, each in value.items():
-                found[str(key)] = None
+                strings[str(key)] = None
                 visit(each, key in _UNMARKED)
         elif isinstance(value, list | tuple):
             for each in value:
                 visit(each, plain)
         elif plain and isinstance(value, str):
-            found[value] = None
+            strings[value] = None
 
     for tool in tools:
         visit(tool, False)
-    return list(found)
+    return list(strings)
 
 
 def call_schema(
@@ -400,6 +401,6 @@ def _moved(value: Any, to: str) -> Any:
         return value
     moved = {key: _moved(each, to) for key, each in value.items()}
     reference = value.get("$ref")
-    if isinstance(reference, str) and (found := re.match(r"#/(\$defs|definitions)/", reference)):
-        moved["$ref"] = to + reference[found.end() :]
+    if isinstance(reference, str) and (target := re.match(r"#/(\$defs|definitions)/", reference)):
+        moved["$ref"] = to + reference[target.end() :]
     return moved

@@ -198,26 +198,18 @@ class State(Protocol):
         """Number of tokens so far, including tokens of the answer."""
 
 
-class Runtime(ABC):
-    """One loaded causal language model."""
+class TextRuntime(ABC):
+    """The text of one loaded model: its tokenizer and its chat template."""
 
     name: str
     """The model's name as the user gave it."""
-    fingerprint: str
-    """Identifies config, weights and compute dtype; part of every chunk key."""
-    rope_pin: str
-    """Identifies the rotary embedding; part of every chunk key."""
-    can_score: bool = True
-    """Whether attention weights can be read. An auxiliary model needs this."""
-    keeps_prefixes: bool = True
-    """Whether the engine's prefix cache can hold this runtime's KV."""
-    prompt_tensors: PromptTensors | None = None
-    """Turns the KV of prompts into tensors, and back; None: it cannot be stored."""
-    can_move: bool = False
-    """Whether KV that earlier prompts left can be moved to other positions."""
-    can_extend: bool = False
-    """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
-    needs this; without it, answers are not verified."""
+    eos_ids: frozenset[int]
+    tokenizer_sha256: str
+    """SHA-256 of the tokenizer and its chat template."""
+    tokenizer: Any
+    """A Hugging Face tokenizer, or another one with ``count(text)``. Documents are split by its token counts."""
+    opening: str
+    """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
     marks_reasoning: bool = False
     """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     reasoning_ends: Sequence[str] = ()
@@ -226,44 +218,6 @@ class Runtime(ABC):
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     template_variables: frozenset[str] = frozenset()
     """Variables that the chat template reads, such as ``enable_thinking``."""
-    context_tokens: int
-    reuse_tokens: int
-    """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
-    pinned_rope: bool = False
-    """Whether the rotary frequencies change above ``reuse_tokens``: shorter prompts' KV is wrong in longer ones."""
-    gathers: bool = False
-    """Whether it gathers prompts from chunk caches in the memory of its device."""
-    eos_ids: frozenset[int]
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    widths: Sequence[tuple[int, int, int]] = ()
-    """Of each layer its number of KV heads and the widths of its keys and values; empty: those above, in all."""
-    without_attention: frozenset[int] = frozenset()
-    """Layers that convolve a token's input with those before it instead. What they keep of it is stored as KV."""
-    dtype: torch.dtype
-    device: torch.device
-    """Device that takes the token ids."""
-    tokenizer_sha256: str
-    """SHA-256 of the tokenizer and its chat template."""
-    tokenizer: Any
-    """A Hugging Face tokenizer, or another one with ``count(text)``. Documents are split by its token counts."""
-    batch_characters: int | None = None
-    """Characters of chunks that :meth:`encode_many` best gets at once, also of several documents; None: a batch's."""
-    kv_codec: str | None = None
-    """Codec of the store for this runtime's KV; None: the one in the settings. If it is opaque bytes, ``opaque``."""
-    reads_kv: bool = True
-    """Whether methods can look at the KV and change it. If not, those that reuse chunks must have ``plans_ahead``."""
-    computed_edges: tuple[int, int] = (0, 0)
-    """First and last tokens of a chunk that are computed in every prompt, if all or none of those between them are. 0:
-    any tokens may be computed."""
-    backend: str = ""
-    """What runs the model, for certificates; empty for transformers in this process."""
-    opening: str
-    """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
-
-    # -- text ---------------------------------------------------------------------------------------------------
-
     control_ids: Sequence[int] | None = None
     """Control tokens, ascending; None if they, or the characters of tokens, are not known."""
 
@@ -350,6 +304,56 @@ class Runtime(ABC):
         ``variables`` are further ones of the template (``enable_thinking``); those that it does not use change
         nothing."""
 
+
+class Runtime(TextRuntime):
+    """One loaded causal language model."""
+
+    fingerprint: str
+    """Identifies config, weights and compute dtype; part of every chunk key."""
+    rope_pin: str
+    """Identifies the rotary embedding; part of every chunk key."""
+    can_score: bool = True
+    """Whether attention weights can be read. An auxiliary model needs this."""
+    keeps_prefixes: bool = True
+    """Whether the engine's prefix cache can hold this runtime's KV."""
+    prompt_tensors: PromptTensors | None = None
+    """Turns the KV of prompts into tensors, and back; None: it cannot be stored."""
+    can_move: bool = False
+    """Whether KV that earlier prompts left can be moved to other positions."""
+    can_extend: bool = False
+    """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
+    needs this; without it, answers are not verified."""
+    context_tokens: int
+    reuse_tokens: int
+    """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
+    pinned_rope: bool = False
+    """Whether the rotary frequencies change above ``reuse_tokens``: shorter prompts' KV is wrong in longer ones."""
+    gathers: bool = False
+    """Whether it gathers prompts from chunk caches in the memory of its device."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    widths: Sequence[tuple[int, int, int]] = ()
+    """Of each layer its number of KV heads and the widths of its keys and values; empty: those above, in all."""
+    without_attention: frozenset[int] = frozenset()
+    """Layers that convolve a token's input with those before it instead. What they keep of it is stored as KV."""
+    dtype: torch.dtype
+    device: torch.device
+    """Device that takes the token ids."""
+    batch_characters: int | None = None
+    """Characters of chunks that :meth:`encode_many` best gets at once, also of several documents; None: a batch's."""
+    kv_codec: str | None = None
+    """Codec of the store for this runtime's KV; None: the one in the settings. If it is opaque bytes, ``opaque``."""
+    reads_kv: bool = True
+    """Whether methods can look at the KV and change it. If not, those that reuse chunks must have ``plans_ahead``."""
+    computed_edges: tuple[int, int] = (0, 0)
+    """First and last tokens of a chunk that are computed in every prompt, if all or none of those between them are. 0:
+    any tokens may be computed."""
+    backend: str = ""
+    """What runs the model, for certificates; empty for transformers in this process."""
+    _fuse: Callable[..., Any] | None = None
+    """Carries out plans; None: it is never asked to."""
+
     # -- KV -----------------------------------------------------------------------------------------------------
 
     def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
@@ -409,12 +413,13 @@ class Runtime(ABC):
         """Drop all tokens of a state but the first ``num_tokens``. Called only if ``can_extend``."""
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
-    @abstractmethod
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, slices: Any = None) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
         (:class:`~cacheclip_rag.plan.plan.KVSources`). :mod:`cacheclip_rag.fusion.fuse` and, in the prompt's order,
         :mod:`cacheclip_rag.fusion.in_order` do it. ``slices``: :class:`Slices <cacheclip_rag.runtime.Slices>`, or None
         for all at once. Returns a :class:`~cacheclip_rag.fusion.answer.Fused`; None if no chunk could be read."""
+        assert self._fuse is not None, "this runtime was made without a function that fuses"
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, slices=slices)
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
@@ -443,8 +448,3 @@ def wait_for(device: torch.device) -> None:
         import torch
 
         torch.cuda.synchronize(device)
-
-
-def weights_digest(fingerprint: str) -> str:
-    """The part of a model's fingerprint that identifies its weights, without the compute dtype."""
-    return fingerprint.partition(":")[0]

@@ -68,6 +68,11 @@ class KVBlock:
     children: dict[tuple[Hashable, bytes], KVBlock] = field(default_factory=dict)
     hashes: list[tuple[int, int]] = field(default_factory=list)
     """Fingerprints that end in it: hash, and its first token in the prompt."""
+    stop: int = field(init=False)
+    method: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop, self.method = self.start + len(self.ids), self.key[0]
 
     @classmethod
     def root(cls) -> KVBlock:
@@ -78,25 +83,13 @@ class KVBlock:
         return method, ids.tobytes()
 
     @property
-    def method(self) -> Hashable:
-        return self.key[0]
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.ids)
-
-    @property
     def num_stale(self) -> int:
         return 0 if self.stale is None else int(self.stale.sum())
-
-    def is_whole(self, size: int) -> bool:
-        """Whether blocks can follow it: it is whole, or the root."""
-        return self.parent is None or len(self.ids) == size
 
     def walk(self, tokens: Array, method: Hashable, size: int) -> list[KVBlock]:
         """The blocks of ``tokens``, ``size`` each, behind it, of exact KV or in the branch of a method."""
         blocks, block = list[KVBlock](), self
-        while block.is_whole(size):
+        while block.parent is None or len(block.ids) == size:  # others end a prompt
             following = block.children.get(self.key_of(method, tokens[block.stop : block.stop + size]))
             if following is None or following.kv is None:
                 break

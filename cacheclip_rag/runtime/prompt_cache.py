@@ -222,7 +222,7 @@ class PromptCache:
     def _reserve(self, parent: KVBlock, tokens: Array, method: Hashable, token_bytes: int) -> list[KVBlock]:
         """New blocks after ``parent``, with one reference and no KV yet, as many as fit."""
         new, size = list[KVBlock](), self.block_tokens
-        while parent.is_whole(size):
+        while parent.parent is None or len(parent.ids) == size:
             ids = tokens[parent.stop : parent.stop + size]
             key, num_bytes = KVBlock.key_of(method, ids), len(ids) * token_bytes
             if not len(ids) or (method is None and len(ids) < size) or key in parent.children:

@@ -27,8 +27,7 @@ from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAhead, StoredKV, part_of, upload
 from .heads import HeadSet
-from .scorers.auxiliary_attention import AuxiliaryAttention
-from .scorers.base import pick_layers
+from .scorers import AuxiliaryAttention, pick_layers
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class AuxiliaryPass:
         for span in spans:
             start, stop = edges.get(span.whole, (span.at, 0))
             edges[span.whole] = min(start, span.at), max(stop, span.at + len(span.segment.text))
-        found = {}
+        pieces = {}
         for text, (start, stop) in edges.items():
             tokens = self.caches.tokenize(text)
             first, last = 0, len(tokens)
@@ -106,8 +105,8 @@ class AuxiliaryPass:
                 offsets = tokens.columns[1]
                 inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
                 first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (first, last)
-            found[text] = _Piece(text, tokens.part(first, last), first)
-        return found
+            pieces[text] = _Piece(text, tokens.part(first, last), first)
+        return pieces
 
     def _scores(
         self,
@@ -203,9 +202,9 @@ def map_scores(
     """
     wide = source[:, 1] > source[:, 0]
     scores, source = scores[wide], source[wide]
-    found = np.zeros(len(target), scores.dtype)
+    mapped = np.zeros(len(target), scores.dtype)
     if not len(scores):
-        return found
+        return mapped
     # those that end after the target's start, and begin before its end
     first = np.searchsorted(np.maximum.accumulate(source[:, 1]), target[:, 0], side="right")
     stop = np.searchsorted(np.minimum.accumulate(source[::-1, 0])[::-1], target[:, 1], side="left")
@@ -213,8 +212,8 @@ def map_scores(
     bounds = np.stack((first[shared], stop[shared]), 1).flatten()
     if len(bounds):
         padded = np.append(scores, scores.dtype.type(0))  # a bound may be the end
-        found[shared] = np.maximum(np.maximum.reduceat(padded, bounds)[::2], 0)
-    return found
+        mapped[shared] = np.maximum(np.maximum.reduceat(padded, bounds)[::2], 0)
+    return mapped
 
 
 _WIDER = 1.5
@@ -262,8 +261,8 @@ def score_chunks(
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
 
-    def record(layer: int, number: int, found: torch.Tensor) -> None:
-        waiting.append(packed.of_tokens(number, found))
+    def record(layer: int, number: int, attention: torch.Tensor) -> None:
+        waiting.append(packed.of_tokens(number, attention))
         if len(waiting) < len(packed.blocks):
             return
         weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
@@ -319,9 +318,9 @@ class PackedChunks:
         pattern = AttentionPattern(self.blocks, probe, before_layer=fill)
         auxiliary.run_rows(self.cache, self.ids, self.positions, pattern, slots=self.slots, head=False)
 
-    def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, number: int, attention: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
-        flat = found.permute(1, 2, 0, 3).flatten(2)
+        flat = attention.permute(1, 2, 0, 3).flatten(2)
         return flat.index_select(2, self.places[number].to(flat.device))
 
     def sinks(self, count: int) -> torch.Tensor:

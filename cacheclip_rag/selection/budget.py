@@ -153,27 +153,27 @@ class _Runs:
 
     def means(self, flat: torch.Tensor) -> torch.Tensor:
         """``(num_windows,)`` mean values of ``(num_tokens,)`` values, in order of chunks and tokens."""
-        found: torch.Tensor | None = None
+        of_windows: torch.Tensor | None = None
         if self._is_long.any():
             means = flat.unfold(0, self._size, 1).mean(-1)
-            found = means[torch.from_numpy(np.where(self._is_long, self._first, 0))]
+            of_windows = means[torch.from_numpy(np.where(self._is_long, self._first, 0))]
         for length, starts in self._short:
             values = flat[torch.from_numpy(starts[:, None] + np.arange(length))].mean(-1)
-            if found is None:
-                found = values.new_zeros(len(self._first))
-            found[torch.from_numpy(np.searchsorted(self._first, starts))] = values
-        return flat.new_zeros(0) if found is None else found
+            if of_windows is None:
+                of_windows = values.new_zeros(len(self._first))
+            of_windows[torch.from_numpy(np.searchsorted(self._first, starts))] = values
+        return flat.new_zeros(0) if of_windows is None else of_windows
 
     def smallest(self, values: torch.Tensor) -> torch.Tensor:
         """``(num_tokens,)``: smallest value, int64, among the windows that contain each token."""
         others = self._size - 1
         padded = torch.full((self._num_tokens + others,), _NEVER, dtype=torch.int64)
         padded[torch.from_numpy(self._first[self._is_long] + others)] = values[torch.from_numpy(self._is_long)]
-        found = padded.unfold(0, self._size, 1).amin(-1) if self._num_tokens else padded[:0]
+        least = padded.unfold(0, self._size, 1).amin(-1) if self._num_tokens else padded[:0]
         for length, starts in self._short:
             own = values[torch.from_numpy(np.searchsorted(self._first, starts))]
-            found[torch.from_numpy(starts[:, None] + np.arange(length))] = own[:, None].expand(-1, length)
-        return found
+            least[torch.from_numpy(starts[:, None] + np.arange(length))] = own[:, None].expand(-1, length)
+        return least
 
 
 def _best(scores: torch.Tensor, rank: torch.Tensor | None, count: int, first: torch.Tensor | None) -> torch.Tensor:
@@ -224,35 +224,18 @@ class Budget(TokenBudget):
     def num_tokens(self, view: PromptView) -> int:
         return round(self.ratio * view.num_chunk_tokens)
 
-    def takes_all(self, view: PromptView) -> bool:
-        """Whether the budget covers every token."""
-        return self.num_tokens(view) >= sum(len(span.tokens) for span in view.spans)
-
     def is_open(self, view: PromptView) -> bool:
-        return self.num_tokens(view) > 0 and not self.takes_all(view)
+        return 0 < self.num_tokens(view) < sum(len(span.tokens) for span in view.spans)
 
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.is_open(view):
-            return self.choose(view, scores, self.num_tokens(view), view.candidates)
-        return per_span(view.spans, self.takes_all(view))
-
-    def choose(
-        self,
-        view: PromptView,
-        scores: Sequence[torch.Tensor],
-        count: int,
-        among: Sequence[torch.Tensor] | None = None,
-    ) -> list[torch.Tensor]:
-        """The best ``count`` tokens of all spans, or all candidates if there are fewer.
-
-        Args:
-            among: per span a bool mask of candidates; default every token.
-        """
+        count, among = self.num_tokens(view), view.candidates
+        if not self.is_open(view):
+            return per_span(view.spans, count > 0)
         lengths = [len(s) for s in scores]
         most = sum(lengths) if among is None else int(torch.cat([*among]).sum())
         starts = [not span.continues for span in view.spans]
         # what the share for chunk starts pays for
-        num_first = min(_MOST_START_TOKENS, int(self.chunk_starts * self.num_tokens(view) / max(1, sum(starts))))
+        num_first = min(_MOST_START_TOKENS, int(self.chunk_starts * count / max(1, sum(starts))))
         first = None
         if num_first and any(starts):
             places = [np.arange(n) < num_first * begins for n, begins in zip(lengths, starts, strict=True)]

@@ -75,9 +75,9 @@ class HeadSets:
         with self._lock:
             for name in names:
                 if name not in self._named:
-                    found = load_named(name)
-                    found.check(auxiliary, name)
-                    self._named[name] = found
+                    heads = load_named(name)
+                    heads.check(auxiliary, name)
+                    self._named[name] = heads
             return {name: self._named[name] for name in names}
 
     def auxiliary_pass(self, names: Collection[str]) -> AuxiliaryPass | None:

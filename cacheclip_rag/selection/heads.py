@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigurationError, ModelError
-from ..base.keys import json_digest
+from ..base.keys import json_digest, weights_digest
 from ..base.paths import cache_home, expanded
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
-from ..runtime.base import weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +84,10 @@ class HeadSet:
 
     def digest(self) -> str:
         """SHA-256 of everything that affects scores."""
-        found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
-        found.update(b"weights")
-        found.update(self.weights.float().contiguous().numpy().tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
+        digest.update(b"weights")
+        digest.update(self.weights.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -117,10 +116,10 @@ class HeadSet:
             if set(tensors) != {"weights"}:
                 raise ValueError("it holds low-rank updates, which earlier versions trained")
             sinks, about = int(header["sinks"]), json.loads(header["about"])
-            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], sinks, about)
-            if found.digest() != header["sha256"]:
+            heads_read = cls(header["auxiliary_sha256"], heads, tensors["weights"], sinks, about)
+            if heads_read.digest() != header["sha256"]:
                 raise ValueError("it is damaged: its digest does not match")
-            return found
+            return heads_read
         except FileNotFoundError:
             raise ModelError(f"no head set at {path}. Make one with 'cacheclip finetune'.") from None
         except READ_ERRORS as error:
@@ -145,9 +144,9 @@ def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
     own = expanded(auxiliary.name)
     for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else [])):
         if path.is_file():
-            found = HeadSet.load(path)
-            found.check(auxiliary)
-            return found
+            heads = HeadSet.load(path)
+            heads.check(auxiliary)
+            return heads
     return shipped_set(auxiliary)
 
 
@@ -192,12 +191,12 @@ def shipped_set(auxiliary: Any) -> HeadSet | None:
     path = _SHIPPED / f"{model_digest(auxiliary)[:16]}.safetensors"
     if not path.is_file():
         return None
-    found, sha256 = HeadSet.load(path), weights_digest(auxiliary.fingerprint)
-    if found.auxiliary_sha256 != sha256:
-        _log_other_weights(auxiliary.name, str(found.about.get("weights", found.auxiliary_sha256[:12])))
-        found = replace(found, auxiliary_sha256=sha256)
-    found.check(auxiliary)
-    return found
+    heads, sha256 = HeadSet.load(path), weights_digest(auxiliary.fingerprint)
+    if heads.auxiliary_sha256 != sha256:
+        _log_other_weights(auxiliary.name, str(heads.about.get("weights", heads.auxiliary_sha256[:12])))
+        heads = replace(heads, auxiliary_sha256=sha256)
+    heads.check(auxiliary)
+    return heads
 
 
 def model_digest(runtime: Any) -> str:

@@ -37,6 +37,8 @@ from .backend import Sink
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_UNREADABLE = (ConfigurationError, LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
+"""What taking a damaged header apart may raise."""
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")
@@ -189,10 +191,6 @@ def _halves(dtype: torch.dtype, shape: LayerShape) -> tuple[ArrayPart, ...]:
     return ArrayPart(dtype, (heads, tokens, keys)), ArrayPart(dtype, (heads, tokens, values))
 
 
-def _keys_and_values(arrays: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    return arrays[0] if len(arrays) == 1 else arrays
-
-
 def _aligned(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes that can be viewed as numbers: behind an odd number of 8-bit integers they are copied."""
     return data.clone() if data.storage_offset() % dtype.itemsize else data
@@ -229,7 +227,7 @@ class FloatCodec(Codec):
         return stored
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*_keys_and_values(arrays))
+        return LayerKV(*(arrays[0] if len(arrays) == 1 else arrays))
 
 
 class Int8Codec(Codec):
@@ -271,7 +269,7 @@ class Int8Codec(Codec):
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
         *quantised, (middle, key_step), value_step = arrays
-        keys, values = _keys_and_values(quantised)
+        keys, values = quantised[0] if len(quantised) == 1 else quantised
         keys = keys.float()  # converting first is 1.5 times as fast as multiplying integers with floats
         torch.addcmul(middle, keys, key_step, out=keys)
         return LayerKV(keys, values, value_step)
@@ -296,7 +294,7 @@ class BytesCodec(Codec):
         return _bytes_of(*halves)
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        return LayerKV(*_keys_and_values(arrays))
+        return LayerKV(*(arrays[0] if len(arrays) == 1 else arrays))
 
 
 CODECS: dict[str, Codec] = {
@@ -441,29 +439,22 @@ class Frame:
                 start,
                 tuple(header.get("heads", ())),
             )
-            if len(frame.checksums) != frame.shape[0]:
+            num_layers, _, num_heads, *_ = frame.shape
+            contradicts = (
+                len(frame.checksums) != num_layers
+                or (frame.heads and [*map(len, frame.heads)] != [16 * num_heads] * num_layers)
+                or (frame.digest is not None and len(frame.digest) != 16)
+                or (frame.text is not None and frame.text.digest != frame.digest)
+            )
+            if contradicts:
                 raise FrameError("its header contradicts itself")
             check_namespace(frame.namespace)
             if {*map(type, frame.checksums)} != {str}:
                 raise FrameError("its header is not understood")
-            if frame.heads and [len(of_layer) for of_layer in frame.heads] != [16 * frame.shape[2]] * frame.shape[0]:
-                raise FrameError("its header contradicts itself")
-            if (frame.digest is not None and len(frame.digest) != 16) or (
-                frame.text is not None and frame.text.digest != frame.digest
-            ):
-                raise FrameError("its header contradicts itself")
             frame = replace(frame, bounds=_bounds(frame.shape, frame.codec, start))
-        except (
-            ConfigurationError,
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            struct.error,
-        ) as error:
-            if isinstance(error, FrameError):
-                raise
+        except FrameError:
+            raise
+        except _UNREADABLE as error:
             raise FrameError(f"its header is not understood ({error})") from error
         if frame.key != key:
             raise FrameError("it belongs to another entry")

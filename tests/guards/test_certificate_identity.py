@@ -17,7 +17,7 @@ import cacheclip_rag.guards.identity as identities
 from cacheclip_rag import CacheClipEngine, CallOptions, EngineConfig
 from cacheclip_rag.guards.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, identity_of
 from cacheclip_rag.methods import Method
-from cacheclip_rag.runtime.base import weights_digest
+from cacheclip_rag.models import weights_digest
 from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import TINY_MODELS, Make, Models, Patch, build_model
 

@@ -14,8 +14,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.selection.auxiliary_pass import map_scores, score_chunks
 from cacheclip_rag.selection.budget import Windows
-from cacheclip_rag.selection.scorers import QueryAttention
-from cacheclip_rag.selection.scorers.base import pick_layers
+from cacheclip_rag.selection.scorers import QueryAttention, pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_engine, reference_logits, reference_model, scatter_cache
 from tests.methods.spying import few, made, plain, same, spied

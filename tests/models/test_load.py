@@ -25,11 +25,10 @@ from cacheclip_rag.base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from cacheclip_rag.models import checkpoints, fingerprint as fingerprint_module, memory
+from cacheclip_rag.models import checkpoints, fingerprint as fingerprint_module, memory, weights_digest
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.loaders import offered_names
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
 from tests.conftest import Models, Patch, spied
 

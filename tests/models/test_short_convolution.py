@@ -14,8 +14,8 @@ from cacheclip_rag.base.errors import ConfigurationError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers import short_convolution
 from cacheclip_rag.runtime.transformers.short_convolution import _Inputs, _Room, _ShortConvolution
+from cacheclip_rag.selection import pick_layers
 from cacheclip_rag.selection.auxiliary_pass import score_chunks
-from cacheclip_rag.selection.scorers.base import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, prefilled, reference_greedy, reference_logits
 from tests.models import test_passes

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, ModelError, SamplingParams
 from cacheclip_rag.methods import Method, Recompute, preset, vary
+from cacheclip_rag.models import weights_digest
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from cacheclip_rag.selection.heads import (

@@ -15,10 +15,9 @@ import torch
 from cacheclip_testing.tiny import AUXILIARY, build_model, make_tokenizer
 
 from cacheclip_rag import CacheClipEngine, ModelError
-from cacheclip_rag.models import load as load_module
+from cacheclip_rag.models import load as load_module, weights_digest
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.planning import PlanningEngine
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set
 from tests.conftest import CHUNKS, Logs, Models, Patch, rag_prompt

@@ -115,8 +115,8 @@ def block_attention(
     # (num_kv_heads, num_rows, groups, head_dim): a row's heads of one group are neighbours, because they see the same
     rows = query[0].unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
     # transposed, SDPA's results are contiguous, and joining contiguous tensors starts no threads
-    found = [_of_block(rows[:, block.rows], key[0], value[0], block, rule).transpose(0, 1) for block in blocks]
-    joined = found[0] if len(found) == 1 else torch.cat(found)
+    of_blocks = [_of_block(rows[:, block.rows], key[0], value[0], block, rule).transpose(0, 1) for block in blocks]
+    joined = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks)
     attended: torch.Tensor = joined.unflatten(0, (-1, rows.shape[2])).transpose(1, 2)
     return attended.flatten(1, 2)[None]
 
@@ -156,14 +156,14 @@ def query_attention(
     if isinstance(block, SideBySide):
         rows, keys = block.split_rows(query, key.shape[0]).float(), block.split_keys(key).float().unsqueeze(2)
         mask = block.mask(rule, rows).unsqueeze(2)
-        found = _logits(rows, keys, rule) + mask if logits else _weights(rows, keys, mask, rule)
-        return found.flatten(1, 2)
+        values = _logits(rows, keys, rule) + mask if logits else _weights(rows, keys, mask, rule)
+        return values.flatten(1, 2)
     rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
     seen = _additive_mask(block, 0, rule, rows)
     if logits:
-        found = _logits(rows, keys, rule)
-        return (found if seen is None else found + seen).flatten(0, 1)
+        values = _logits(rows, keys, rule)
+        return (values if seen is None else values + seen).flatten(0, 1)
     return _weights(rows, keys, seen, rule).flatten(0, 1)
 
 
@@ -198,7 +198,8 @@ def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, 
         logits = logits + mask
     if rule.sinks is None:
         return logits.softmax(dim=-1)
-    return torch.cat((logits, _sink_logits(rows, rule.sinks)), dim=-1).softmax(dim=-1)[..., :-1]
+    sinks = rule.sinks.float().view(*rows.shape[-4:-2], 1, 1).expand(*rows.shape[:-1], 1)
+    return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -207,11 +208,6 @@ def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torc
     products = rows.flatten(-3, -2) @ keys.squeeze(-3).transpose(-1, -2)
     logits: torch.Tensor = products.unflatten(-2, rows.shape[-3:-1]).float() * rule.scaling
     return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
-
-
-def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """``(..., num_kv_heads, groups, num_rows, 1)``"""
-    return sinks.float().view(*rows.shape[-4:-2], 1, 1).expand(*rows.shape[:-1], 1)
 
 
 def _of_block(
@@ -238,10 +234,10 @@ def _of_block(
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
     with sdpa_backends(query.device):
-        found: torch.Tensor = scaled_dot_product_attention(
+        attended: torch.Tensor = scaled_dot_product_attention(
             rows[None], keys[None], values[None], attn_mask=mask, scale=rule.scaling
         )
-    return found[0]
+    return attended[0]
 
 
 def _in_two_parts(

@@ -107,13 +107,13 @@ class Block:
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there, and kept if there is room for it."""
         masks, key = self.masks, (self.rows.start, use)
-        found = masks.by_use.get(key)
-        if found is None:
-            found = make()
-            if masks.num_bytes + found.nbytes <= _MASK_BYTES:
-                masks.num_bytes += found.nbytes
-                masks.by_use[key] = found
-        return found
+        mask = masks.by_use.get(key)
+        if mask is None:
+            mask = make()
+            if masks.num_bytes + mask.nbytes <= _MASK_BYTES:
+                masks.num_bytes += mask.nbytes
+                masks.by_use[key] = mask
+        return mask
 
 
 @dataclass(frozen=True, slots=True)

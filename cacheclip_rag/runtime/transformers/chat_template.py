@@ -69,11 +69,11 @@ def counted(template: str, step: str) -> Any:
 
 def variables_of(templates: Iterable[str]) -> frozenset[str]:
     """Names that chat templates read and do not set before. None of a template that cannot be read."""
-    found: set[str] = set()
+    names: set[str] = set()
     for template in templates:
         with suppress(TemplateSyntaxError, RecursionError):
-            found |= meta.find_undeclared_variables(_SYNTAX.parse(template))
-    return frozenset(found)
+            names |= meta.find_undeclared_variables(_SYNTAX.parse(template))
+    return frozenset(names)
 
 
 def render_chat_template(messages: Any, **options: Any) -> str:
@@ -237,16 +237,16 @@ def _size(value: Any) -> int:
 def weight(value: Any) -> int:
     """Values and characters in a list or an object, those that stand in it twice counted twice. Large ones are counted
     up to a limit that no chat reaches."""
-    count, found, ahead = 0, 0, [value]
+    count, size, ahead = 0, 0, [value]
     while ahead:
         each = ahead.pop()
-        count, found = count + 1, found + 1
+        count, size = count + 1, size + 1
         if isinstance(each, str):
-            found += len(each)
+            size += len(each)
         elif isinstance(each, dict):
             ahead.extend(chain.from_iterable(each.items()))
         elif isinstance(each, list | tuple):
             ahead.extend(each)
         if count > _MOST_VALUES:
             return _MOST_VALUES * CHARACTERS
-    return found
+    return size

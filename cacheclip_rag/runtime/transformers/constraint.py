@@ -92,8 +92,8 @@ def _refusal(vocabulary: Any, json_schema: str, why: str) -> str:
     part = json.loads(json_schema)
     shared = {name: part[name] for name in _SHARED if name in part}
     ahead = _parts_of(part)
-    while (found := next(ahead, None)) is not None and (tried := tried + 1) <= _MOST_TRIED:
-        step, each = found
+    while (ahead_of := next(ahead, None)) is not None and (tried := tried + 1) <= _MOST_TRIED:
+        step, each = ahead_of
         matcher, own = _compiled(vocabulary, json.dumps({**shared, **each}))
         if matcher is None:
             path, part, why, ahead = f"{path}/{step}", each, own, _parts_of(each)
@@ -135,10 +135,10 @@ def closed(schema: Any) -> Any:
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: each if key in _NOT_CLOSED else closed(each) for key, each in schema.items()}
+    own = {key: each if key in _NOT_CLOSED else closed(each) for key, each in schema.items()}
     if isinstance(schema.get("properties"), dict) and not _OPENING & schema.keys():
-        found["additionalProperties"] = False
-    return found
+        own["additionalProperties"] = False
+    return own
 
 
 _OF_VALUES = frozenset({"enum", "const", "default", "examples"})
@@ -163,8 +163,8 @@ class SchemaConstraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         mask = np.zeros(len(logits), np.bool_)
-        found = np.unpackbits(bits, bitorder="little", count=min(len(logits), 8 * len(bits)))
-        mask[: len(found)] = found
+        allowed_bits = np.unpackbits(bits, bitorder="little", count=min(len(logits), 8 * len(bits)))
+        mask[: len(allowed_bits)] = allowed_bits
         return logits.masked_fill(~torch.from_numpy(mask).to(logits.device), float("-inf"))
 
     def accept(self, token_id: int) -> None:

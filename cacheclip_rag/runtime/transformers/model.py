@@ -18,7 +18,6 @@ import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from ...base.clock import PhaseClock
 from ...base.errors import UnsupportedModelError
 from ...store import COPIES_BESIDE, KVShape, LayerKV, upload
 from ..base import KVMatch
@@ -177,11 +176,11 @@ class ModelRuntime(TextModel):
 
     @torch.inference_mode()
     def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        encoded: list[torch.Tensor] = []
         for each in batches_of([len(chunk) for chunk in chunks], 0 if context is None else context.shape[3]):
             group = chunks[each]
-            found += encode_batch(self, group, context) if len(group) > 1 else [self.encode(group[0], context)]
-        return found
+            encoded += encode_batch(self, group, context) if len(group) > 1 else [self.encode(group[0], context)]
+        return encoded
 
     # -- forward passes -----------------------------------------------------------------------------------------
 
@@ -204,10 +203,6 @@ class ModelRuntime(TextModel):
 
     def cut(self, state: FusedCache, num_tokens: int) -> None:
         state.cut(num_tokens)
-
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, **options: Any) -> Any:
-        assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, **options)
 
     @torch.inference_mode()
     def run_rows(

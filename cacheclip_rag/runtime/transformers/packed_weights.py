@@ -102,5 +102,5 @@ class PackedLinear(nn.Linear):
         weight: Any = self.weight
         if weight.dtype == torch.bfloat16 and not weight.is_mkldnn:
             weight = self.pack()
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
-        return found
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
+        return product

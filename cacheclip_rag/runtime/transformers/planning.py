@@ -70,10 +70,10 @@ class PlanningRuntime(ModelRuntime):
     def encoding_by(self, encoder: Encoder, *, batch_characters: int, max_tokens: int | None = None) -> PlanningRuntime:
         """The same model, whose chunks, of ``max_tokens`` with what comes before them at most, another process
         encodes."""
-        found = copy(self)
-        found._encoder, found.batch_characters = encoder, batch_characters
-        found.reuse_tokens = min(self.reuse_tokens, max_tokens or self.reuse_tokens)
-        return found
+        other = copy(self)
+        other._encoder, other.batch_characters = encoder, batch_characters
+        other.reuse_tokens = min(self.reuse_tokens, max_tokens or self.reuse_tokens)
+        return other
 
     def placed(self, kv: torch.Tensor) -> torch.Tensor:
         """Position-free KV of a prompt's first tokens, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, as the

@@ -78,11 +78,11 @@ page faults take several times as long as the rotation."""
 
 def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Tables | None]:
     """The tables of all layers with ``change`` made to cos and sin. Layers that share tables share the result."""
-    found: dict[int, Tables] = {}
+    made: dict[int, Tables] = {}
     for each in tables:
-        if each is not None and id(each) not in found:
-            found[id(each)] = each.map(change)
-    return [None if each is None else found[id(each)] for each in tables]
+        if each is not None and id(each) not in made:
+            made[id(each)] = each.map(change)
+    return [None if each is None else made[id(each)] for each in tables]
 
 
 def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -95,11 +95,11 @@ def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch
         return _to_form(rotate(_to_halves(keys, tables), Tables(cos, sin)), tables).to(dtype)
     step = max(1, _BLOCK * len(cos) // max(1, keys.numel()))
     if len(cos) > step and keys.device.type == "cpu":
-        found = torch.empty(keys.shape, dtype=dtype)
-        parts = (each.split(step, -2) for each in (found, keys, cos, sin))
+        rotated = torch.empty(keys.shape, dtype=dtype)
+        parts = (each.split(step, -2) for each in (rotated, keys, cos, sin))
         for target, some, *of_some in zip(*parts, strict=True):
             target.copy_(rotate(some, Tables(*of_some)))
-        return found
+        return rotated
     keys = keys.float()
     width, half = cos.shape[-1], cos.shape[-1] // 2
     # bit-identical to x cos + rotate_half(x) sin, without the copy that rotate_half makes

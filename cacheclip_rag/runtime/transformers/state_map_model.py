@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...base.clock import PhaseClock
 from ..base import KVMatch, wait_for
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .cache import FusedLayer, LatentLayer, cache_argument
@@ -221,10 +220,6 @@ class StateMapRuntime(TextModel):
         return logits
 
     # -- fusion -------------------------------------------------------------------------------------------------------
-
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, **options: Any) -> Any:
-        assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, **options)
 
     def place(self, match: KVMatch, used: Any, pieces: Iterable[Any]) -> tuple[StoredSpans, list[Any]]:
         """The tokens between the edges of stored pieces (:class:`~cacheclip_rag.fusion.in_order.PlacedKV`), and pieces

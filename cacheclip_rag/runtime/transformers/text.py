@@ -93,8 +93,8 @@ class ChatText(Runtime):
 
     @cached_property
     def template_variables(self) -> frozenset[str]:  # type: ignore[override]
-        found = getattr(self.tokenizer, "chat_template", None) or {}
-        return variables_of(found.values() if isinstance(found, dict) else [found])
+        template = getattr(self.tokenizer, "chat_template", None) or {}
+        return variables_of(template.values() if isinstance(template, dict) else [template])
 
     def render_chat(
         self,
@@ -213,11 +213,11 @@ class TextModel(ChatText):
 
     def check(self) -> None:
         """Use once what damaged files spoil. Raises whatever the libraries raise."""
-        found = self.tokenize(_PROBE)
-        if not found.ids or not self.decode_ids(found.ids) or max(found.ids) >= self._model.config.vocab_size:
+        tokens = self.tokenize(_PROBE)
+        if not tokens.ids or not self.decode_ids(tokens.ids) or max(tokens.ids) >= self._model.config.vocab_size:
             raise ModelError(
                 f"expected the tokenizer of model {self.name!r} to write {_PROBE!r} as tokens below "
-                f"{self._model.config.vocab_size}, got {found.ids}. Fetch tokenizer.json and config.json again."
+                f"{self._model.config.vocab_size}, got {tokens.ids}. Fetch tokenizer.json and config.json again."
             )
         assert isinstance(self.opening, str)
         with contextlib.suppress(ConfigurationError):  # it wants other roles
@@ -284,15 +284,15 @@ class TextModel(ChatText):
 
 def eos_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for owner in (model.generation_config, model.config, tokenizer):
         source = getattr(owner, "eos_token_id", None)
-        found.update([source] if isinstance(source, int) else source or [])
+        ids.update([source] if isinstance(source, int) else source or [])
     for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
         token_id = tokenizer.convert_tokens_to_ids(token)
         if isinstance(token_id, int) and token_id != tokenizer.unk_token_id:
-            found.add(token_id)
-    return frozenset(found)
+            ids.add(token_id)
+    return frozenset(ids)
 
 
 @contextlib.contextmanager

@@ -73,28 +73,28 @@ def _without(backend: Any, control: dict[str, int], unguessable: str) -> Any:
     no text contains. Single characters and the token for unknown characters stay."""
     from tokenizers import Tokenizer
 
-    found = {
+    findable = {
         text
         for text, number in control.items()
         if len(text) > 1 and number in [token.id for token in backend.model.tokenize(text)]
     }
-    if not found:
+    if not findable:
         return backend.model
     definition = json.loads(backend.to_str())
     definition["added_tokens"] = []
     model = definition["model"]
-    found -= {model.get("unk_token")}
+    findable -= {model.get("unk_token")}
     if isinstance(model["vocab"], dict):
-        names = {text: f"{unguessable}{control[text]}" for text in found}
+        names = {text: f"{unguessable}{control[text]}" for text in findable}
         model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
     else:
         for number, (text, score) in enumerate(model["vocab"]):
-            if text in found and number != model.get("unk_id"):
+            if text in findable and number != model.get("unk_id"):
                 model["vocab"][number] = (f"{unguessable}{number}", score)
     if model.get("merges"):
         prefix = model.get("continuing_subword_prefix") or ""
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-        model["merges"] = [(a, b) for a, b in pairs if not found & {a, b, a + b.removeprefix(prefix)}]
+        model["merges"] = [(a, b) for a, b in pairs if not findable & {a, b, a + b.removeprefix(prefix)}]
     return Tokenizer.from_str(json.dumps(definition)).model
 
 
@@ -168,8 +168,8 @@ class TokenBytes:
             return str(piece).encode()
         if self.is_byte_level:
             return bytes(map(_BYTES.__getitem__, piece)) if _BYTES.keys() >= {*piece} else str(piece).encode()
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-            return bytes.fromhex(found[1])
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(byte[1])
         return str(piece).replace("\u2581", " ").encode()
 
 

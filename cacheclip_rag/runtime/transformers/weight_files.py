@@ -18,16 +18,16 @@ from ...base.errors import ModelError
 _NAMES_SHOWN = 3
 
 
-def check_tensors(model: Any, found: Mapping[str, Any], name: str) -> None:
+def check_tensors(model: Any, info: Mapping[str, Any], name: str) -> None:
     """Raise ModelError unless a loaded model has the weights of its checkpoint and no others. Transformers fills what
     is missing with random numbers, other ones in each process, and leaves out what it does not know.
 
     Args:
-        found: the loading info of ``from_pretrained``.
+        info: the loading info of ``from_pretrained``.
     """
-    mismatched = [each if isinstance(each, str) else each[0] for each in found["mismatched_keys"]]
-    needed = _needed(model, found["unexpected_keys"])
-    for kind, tensors in (("lacks", found["missing_keys"]), ("has other shapes of", mismatched), ("also has", needed)):
+    mismatched = [each if isinstance(each, str) else each[0] for each in info["mismatched_keys"]]
+    needed = _needed(model, info["unexpected_keys"])
+    for kind, tensors in (("lacks", info["missing_keys"]), ("has other shapes of", mismatched), ("also has", needed)):
         if tensors:
             raise ModelError(
                 f"expected the tensors of {type(model).__name__} in the weights of model {name!r}, which {kind} "
@@ -107,11 +107,11 @@ def _is_dense(path: str, kinds: set[str], tensors: Mapping[str, str]) -> bool:
 def _experts(tensors: Iterable[str], config: Any) -> Iterable[str]:
     """Experts that are not there, where each has tensors of its own."""
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    found: dict[str, set[int]] = {}
+    numbers_of: dict[str, set[int]] = {}
     for tensor in tensors:
         if each := re.match(r"(.*\.experts)\.(\d+)\.(.*)", tensor):
-            found.setdefault(f"{each[1]}.N.{each[3]}", set()).add(int(each[2]))
-    for place, numbers in found.items():
+            numbers_of.setdefault(f"{each[1]}.N.{each[3]}", set()).add(int(each[2]))
+    for place, numbers in numbers_of.items():
         yield from (place.replace(".N.", f".{number}.") for number in {*range(count)} - numbers)
 
 
@@ -163,6 +163,6 @@ def _kept_for_a_device(model: nn.Module) -> Iterable[MutableMapping[str, torch.T
     """Weights that accelerate keeps on the processor, because a device map's devices are full."""
     for module in model.modules():
         kept = getattr(getattr(getattr(module, "_hf_hook", None), "weights_map", None), "dataset", None)
-        found = getattr(kept, "state_dict", kept)
-        if isinstance(found, MutableMapping):
-            yield found
+        weights = getattr(kept, "state_dict", kept)
+        if isinstance(weights, MutableMapping):
+            yield weights
