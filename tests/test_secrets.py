@@ -182,12 +182,8 @@ def test_credentials_of_storage(seen: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"id-{SECRET}")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    for endpoint in (
-        "http://127.0.0.1:1",
-        f"http://user:{SECRET}@127.0.0.1:1",
-        f"http://user:{SECRET}@nowhere.invalid",
-    ):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    for endpoint in ("127.0.0.1:1", f"user:{SECRET}@127.0.0.1:1", f"user:{SECRET}@nowhere.invalid"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{endpoint}")
         for name in ("stats", "verify", "gc"):
             seen.append(output_of("store", name, "--store", "s3://bucket/prefix"))
         seen.append(output_of("store", "create", "s3://bucket/prefix"))

@@ -75,39 +75,27 @@ def contents(folder: Path) -> dict[str, bytes]:
 def use_everything(folder: Path) -> None:
     """Whatever a user does with a store. StoreError is an answer."""
 
-    def use(action: Callable[[], object]) -> None:
-        with suppress(StoreError):
-            action()
+    def use(*actions: Callable[[], object]) -> None:
+        for action in actions:
+            with suppress(StoreError):
+                action()
 
     def question() -> None:
-        store = ChunkStore.open(folder, memory_bytes=1000)
+        store, text = ChunkStore.open(folder, memory_bytes=1000), "a text of more than sixteen characters" * 9
         tenant = TenantStore(store, "t")
         for number in (1, 2, 3):
             got = tenant.get(key(number))
             assert got is None or torch.equal(got.tensor(), kv(number))
-        use(lambda: put(tenant, 1, 2, 3))
-        use(lambda: tenant.delete([key(3)]))
-        use(lambda: store.set_limit(8192))
-        use(lambda: store.set_limit(None))
-        use(store.sweep)
-        use(lambda: tenant.index.add(["a text of more than sixteen characters" * 9]))
-        tenant.index.find("a text of more than sixteen characters" * 9)
+        use(lambda: put(tenant, 1, 2, 3), lambda: tenant.delete([key(3)]), lambda: store.set_limit(8192))
+        use(lambda: store.set_limit(None), store.sweep, lambda: tenant.index.add([text]))
+        tenant.index.find(text)
         store.close()
 
-    actions: list[Callable[[], object]] = [
-        question,
-        lambda: verify(folder),
-        lambda: collect_garbage(folder),
-        lambda: repair(folder),
-        lambda: repair_library(folder),
-        lambda: check_library(folder),
-        lambda: Library(folder).documents(),
-        question,
-        lambda: clear(folder),
-        lambda: StoreReader(folder, "t")._tiers.get_many([key(1)]),
-    ]
-    for action in actions:
-        use(action)
+    use(question)
+    for of_folder in (verify, collect_garbage, repair, repair_library, check_library):
+        use(lambda of_folder=of_folder: of_folder(folder))  # type: ignore[misc]
+    use(lambda: Library(folder).documents(), question, lambda: clear(folder))
+    use(lambda: StoreReader(folder, "t")._tiers.get_many([key(1)]))
 
 
 class TestLinks:

@@ -1,7 +1,6 @@
 """A tenant's quota holds whatever the store's limit is, and for writes that are under way."""
 
 import random
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.store import ChunkStore, TenantStore
+from cacheclip_rag.store.entries import Entry
 from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import blocks, key, kv, opened, put, size, totals_are_right
 
@@ -87,23 +87,14 @@ def test_writes_under_way_count_for_both(quota: int | None, limit: int | None) -
 
 
 def test_eviction_ends_if_nothing_can_be_removed() -> None:
-    class Stubborn:
-        """A table whose rows cannot be deleted, as with an index of other keys."""
+    """From a table whose rows cannot be deleted, as with an index of other keys."""
+    catalog = ChunkStore.open(None).catalog
+    catalog.record(Entry(key(1), "t", None, 500, 1, "float32"))
+    catalog.limits.set_of_store(100)
+    with catalog.database.transaction() as run:
 
-        def __init__(self) -> None:
-            self.database = sqlite3.connect(":memory:", isolation_level=None)
-            self.database.executescript("CREATE TABLE quotas (namespace, bytes); CREATE TABLE meta (name, value);")
-            self.database.executescript("CREATE TABLE entries (key, namespace, digest, bytes, last_use);")
-            self.database.executescript("CREATE TABLE totals (namespace, entries, bytes);")
-            self.database.executescript("CREATE TABLE sources (namespace, source, digest);")
-            self.database.execute("INSERT INTO meta VALUES ('max_bytes', 100)")
-            self.database.execute("INSERT INTO entries VALUES (?, 't', NULL, 500, 1)", (key(1),))
-            self.database.execute("INSERT INTO totals VALUES ('t', 1, 500), ('', 1, 500)")
+        def stubborn(sql: str, arguments: Sequence[Any] = ()) -> Any:
+            return run(sql.replace("DELETE FROM entries WHERE", "DELETE FROM entries WHERE 0 AND"), arguments)
 
-        def __call__(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:
-            kept = sql.replace("DELETE FROM entries WHERE", "DELETE FROM entries WHERE 0 AND")
-            return self.database.execute(kept, arguments)
-
-    run = Stubborn()
-    assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
-    run.database.close()
+        assert make_room(stubborn, "t", "", 0, lambda keys: None) == (False, 0)
+    assert catalog.keys("t") == [key(1)]

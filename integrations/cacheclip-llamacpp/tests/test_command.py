@@ -58,11 +58,9 @@ def test_no_fine_tuning(files: dict[str, Path], auxiliary: Path) -> None:
 
 def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path: Path) -> None:
     chunks = [{"title": "a", "text": text} for text in CHUNKS]
-    records = [
-        {"id": name, "task": "qa", "question": f"Who is {name}?", "answers": ["Ada"], "chunks": chunks, "meta": {}}
-        for name in ("Ada", "Ben")
-    ]
-    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    record = {"task": "qa", "answers": ["Ada"], "chunks": chunks, "meta": {}}
+    records = [json.dumps({**record, "id": name, "question": f"Who is {name}?"}) for name in ("Ada", "Ben")]
+    (tmp_path / "records.jsonl").write_text("\n".join(records))
     models = ("--primary", files["llama"], "--auxiliary", "none")
     arguments = ("--dataset", tmp_path / "records.jsonl", "--methods", "full,direct,epic", "--ratios", "1.0", "--json")
     found = cacheclip("eval", *models, *arguments)
