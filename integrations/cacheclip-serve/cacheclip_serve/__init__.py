@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from .learning import LearnedTexts as LearnedTexts
     from .messages_api import MessagesReply as MessagesReply
-    from .pages import answer_page as answer_page
+    from .pages import answer_page as answer_page, page_writer as page_writer
     from .queue import Queue as Queue, QueueFull as QueueFull
     from .reading import read_json as read_json
     from .replies import as_json as as_json, server_sent as server_sent
@@ -62,7 +62,7 @@ __getattr__, __all__ = late_names(
     __name__,
     {
         "access": "Access Caller check_origins read_tenants",
-        "pages": "answer_page",
+        "pages": "answer_page page_writer",
         "app": "Limits",
         "backend": "ModelCard ServedQuestion ServingBackend",
         "background": "in_background",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
+from pathlib import Path
 
-from cacheclip_rag import Answer, FusionStats, Trace
+from cacheclip_rag import Answer, ConfigurationError, FusionStats, Trace
 from cacheclip_rag.adapters import whole_page
 
 _LEAST_FRESH = 32
@@ -132,6 +133,19 @@ def answer_page(
         prompt = f'<pre class="prompt">{"".join(_prompt(trace))}</pre>'
         parts += [_sources(trace, stats, place if asks else None), _legend(trace), prompt]
     return whole_page(question, *parts, style=_STYLE + levels + widths)
+
+
+def page_writer(file: Path, *, model: str) -> Callable[[str, Answer], None]:
+    """What writes the page of a question and its answer to a file, in a folder that it makes. Raises
+    ConfigurationError, before there is an answer: it can be no file."""
+    if file.is_dir() or file.resolve().parent.is_file():
+        raise ConfigurationError(f"--inspect must be a file in a folder, got {file}.")
+
+    def write(question: str, answer: Answer) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(answer_page(question, answer, model=model), encoding="utf-8")
+
+    return write
 
 
 def list_page(rows: Sequence[tuple[int, str, Answer]], most: int) -> str:

