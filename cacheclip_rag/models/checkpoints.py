@@ -27,7 +27,7 @@ from ..base.guests import guests
 from ..base.paths import expanded
 from ..runtime.transformers.architectures import check_supported, is_recurrent
 from .devices import DEVICE_MAPS, check_device
-from .fingerprint import FileState, file_states, fingerprint
+from .fingerprint import FileState, file_states, fingerprint, states_of
 from .loaders import RUNTIMES, ModelLoader, offered_names, unusable_loaders, uses_tools
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class TransformersLoader(ModelLoader):
     @property
     def context_tokens(self) -> int | None:
         file = _file(self.name, "config.json")
-        return _read_context(file) if file else None
+        return _read_context(*states_of([Path(file)])) if file else None
 
     @property
     def knows_tools(self) -> bool | None:
         files = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(self.name, each))]
-        return any(map(_mentions_tools, files)) if files else None
+        return any(map(_mentions_tools, states_of(map(Path, files)))) if files else None
 
     @cached_property
     def place(self) -> str:
@@ -152,15 +152,16 @@ def _file(name: str, file: str) -> str | None:
 
 
 @lru_cache
-def _read_context(file: str) -> int | None:
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
+def _read_context(state: FileState) -> int | None:
+    config = json.loads(Path(state[0]).read_text(encoding="utf-8"))
     text_config = config.get("text_config") or {}
     tokens = config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
     return int(tokens) if tokens else None
 
 
 @lru_cache
-def _mentions_tools(file: str) -> bool:
+def _mentions_tools(state: FileState) -> bool:
+    file = state[0]
     try:
         text = Path(file).read_text(encoding="utf-8")
         template = json.loads(text).get("chat_template") or "" if file.endswith(".json") else text

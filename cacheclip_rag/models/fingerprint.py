@@ -46,6 +46,12 @@ def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
     return tuple((os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats)
 
 
+def states_in(place: Path) -> tuple[FileState, ...]:
+    """The same of a file, or of all files in a folder that are not hidden; none if there is nothing."""
+    inside = (file for file in place.rglob("*") if not any(p.startswith(".") for p in file.relative_to(place).parts))
+    return states_of(sorted(file for file in [place, *inside] if file.is_file()))
+
+
 def fingerprint(folder: Path) -> str:
     """``WEIGHTS:CONFIG``, the SHA-256 of each. Head sets refer to the weights only, because a config may change without
     them."""

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..base.checks import check_choice
-from ..base.errors import ConfigurationError, ModelError, UnsupportedModelError
+from ..base.errors import CacheClipError, ConfigurationError, ModelError, UnsupportedModelError, first_line
 from ..base.guests import guests
 from ..base.machine import computes_bfloat16
+from ..base.paths import expanded
 from ..runtime.base import DTYPES
 from .checkpoints import TransformersLoader
 from .devices import DEVICE_MAPS, choose_device, has_device
-from .fingerprint import FileState, file_states
+from .fingerprint import FileState, file_states, states_in
 from .loaders import RUNTIMES, ModelLoader, guest_loader
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ class _FactoryLoader(ModelLoader):
     def matches(cls, name: str) -> bool:
         scheme, _, rest = name.partition(":")
         return bool(rest) and scheme in _factories
+
+    @property
+    def path(self) -> None:
+        """None: a path has no scheme."""
+
+    @property
+    def files(self) -> tuple[FileState, ...]:
+        return states_in(expanded(self.name.partition(":")[2]))
 
     def load(self, *, dtype: str, device: str) -> Runtime:
         scheme, _, rest = self.name.partition(":")
@@ -134,7 +143,22 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     device = loader.choose_device(device)
     dtype = _choose_dtype(loader, device) if dtype == "auto" else dtype
     key = (loader.place, dtype if loader.takes_dtype else "its own", device)
-    return _shared(key, loader, lambda: loader.load(dtype=dtype, device=device))
+    return _shared(key, loader, lambda: _load(loader, dtype, device))
+
+
+def _load(loader: ModelLoader, dtype: str, device: str) -> Runtime:
+    """The loaded model. Raises ModelError in place of errors that a distribution's loader did not foresee."""
+    try:
+        return loader.load(dtype=dtype, device=device)
+    except Exception as error:
+        if isinstance(error, CacheClipError) or isinstance(loader, TransformersLoader | _FactoryLoader):
+            raise
+        kind = type(loader)
+        raise ModelError(
+            f"expected {kind.__module__}.{kind.__qualname__} to load model {loader.name!r}, got "
+            f"{type(error).__name__}: {first_line(error)}. Check the model's files; if they are whole, report it to "
+            f"the authors of {kind.__module__.partition('.')[0]}."
+        ) from error
 
 
 def _shared(key: _ModelKey, loader: ModelLoader, load: Callable[[], Runtime]) -> Runtime:

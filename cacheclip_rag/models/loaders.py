@@ -15,7 +15,7 @@ from ..base.errors import ConfigurationError
 from ..base.guests import ask_guest, guests
 from ..base.paths import expanded
 from .devices import choose_device
-from .fingerprint import FileState
+from .fingerprint import FileState, states_in
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
@@ -61,13 +61,14 @@ class ModelLoader(ABC):
     @property
     def is_here(self) -> bool:
         """Whether the model's files are on this machine."""
-        return False
+        return self.path is not None
 
     @property
     def path(self) -> Path | None:
         """The absolute path of a folder or file, if the name is a path of one that exists: settings are used in other
-        working directories."""
-        return None
+        working directories. Not where a link leads: the name may tell whose model it is."""
+        path = expanded(self.name)
+        return path.absolute() if path.exists() else None
 
     @property
     def bare_name(self) -> str:
@@ -96,13 +97,14 @@ class ModelLoader(ABC):
     def place(self) -> str:
         """The model's folder or file, fetched at first use; the name, if there is none. A loader that hands models on
         sets it. Raises UnknownModelError, DownloadError."""
-        return self.name
+        return self.name if self.path is None else str(self.path.resolve())
 
     @property
     def files(self) -> tuple[FileState, ...]:
-        """States of the files that are loaded (:func:`~cacheclip_rag.models.fingerprint.states_of`), fetched at first
-        use. Engines share a loaded model while they stay, and none is taken if they change while it is loaded."""
-        return ()
+        """States of the files that are loaded (:func:`~cacheclip_rag.models.states_of`), fetched at first use. Engines
+        share a loaded model while they stay, and none is taken if they change while it is loaded. Default: of the file
+        that :attr:`place` names, or of all files in the folder but hidden ones."""
+        return states_in(Path(self.place))
 
     @property
     def own_dtype(self) -> str:

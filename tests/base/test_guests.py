@@ -12,12 +12,12 @@ from cacheclip_testing.fake import FakeRuntime
 from typer import Typer
 from typer.main import get_command
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.base import guests as module
 from cacheclip_rag.cli.plugins import GROUP, CommandLine
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
-from cacheclip_rag.models.load import check_name, is_here, known_context, load_any, register_runtime
+from cacheclip_rag.models.load import check_name, is_here, known_context, load_any, loader_of, register_runtime
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import open_chunk_store
 from tests.conftest import CHUNKS, rag_prompt
@@ -127,6 +127,13 @@ class Blind(WordsLoader):
     can_score = reads_kv = False
 
 
+class FileLoader(WordsLoader):
+    def load(self, *, dtype, device):
+        runtime = FakeRuntime(self.name, dtype=dtype)
+        runtime.says = (self.path / "words" if self.path.is_dir() else self.path).read_bytes().decode("ascii")
+        return runtime
+
+
 class Unfinished(ModelLoader):
     @classmethod
     def matches(cls, name):
@@ -190,6 +197,38 @@ def test_a_runtime_takes_names(install: Install) -> None:
     assert engine.primary is load_any("of-a-test.words", dtype="auto") and engine.auxiliary is not engine.primary
     with pytest.raises(ConfigurationError, match=r"none of an installed distribution \(.*words.*\), got 'words'"):
         register_runtime("words", FakeRuntime)
+
+
+def test_a_model_whose_file_changed_is_loaded_again(install: Install, tmp_path: Path) -> None:
+    """By a loader that says nothing of files, and where a runtime is registered. Engines that have it keep it."""
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:FileLoader"})
+    (folder := tmp_path / "b.words").mkdir()
+    for name, file in ((tmp_path / "a.words", tmp_path / "a.words"), (folder, folder / "words")):
+        file.write_text("one")
+        first = load_any(name)
+        (tmp_path / "link.words").unlink(missing_ok=True)
+        (tmp_path / "link.words").symlink_to(name)
+        assert load_any(name) is load_any(tmp_path / "link.words") is first and is_here(str(name))
+        file.write_text("another")
+        assert (first.says, load_any(name).says) == ("one", "another")
+        if name is folder:
+            (folder / ".lock").touch()
+            assert load_any(name) is load_any(name) and len(loader_of(str(name)).files) == 1
+    register_runtime("fake", FakeRuntime)
+    first = load_any(f"fake:{tmp_path / 'a.words'}")
+    (tmp_path / "a.words").write_text("a third")
+    assert load_any(f"fake:{tmp_path / 'a.words'}") is not first
+
+
+def test_an_error_that_a_loader_did_not_foresee_names_it(install: Install, tmp_path: Path) -> None:
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:FileLoader"})
+    (tmp_path / "a.words").write_bytes(b"\xff")
+    message = (
+        r"expected guest_of_a_test\.FileLoader to load model .*a\.words', got Unicode.*: .* authors of guest_o"
+    )
+    with pytest.raises(ModelError, match=message) as refused:
+        load_any(tmp_path / "a.words")
+    assert isinstance(refused.value.__cause__, UnicodeDecodeError)
 
 
 NO_LOADER = "expected a subclass of ModelLoader with matches and load, got <"

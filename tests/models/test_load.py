@@ -27,7 +27,7 @@ from cacheclip_rag.base.errors import (
 )
 from cacheclip_rag.models import checkpoints, fingerprint as fingerprint_module, memory, weights_digest
 from cacheclip_rag.models.fingerprint import fingerprint
-from cacheclip_rag.models.load import load_any, load_model, resolve
+from cacheclip_rag.models.load import known_context, knows_tools, load_any, load_model, resolve
 from cacheclip_rag.models.loaders import offered_names
 from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
 from tests.conftest import Models, Patch, spied
@@ -88,6 +88,15 @@ class TestNames:
             with pytest.raises(DownloadError, match="owner/model") as refused:
                 CacheClipEngine(primary=primary, auxiliary=auxiliary).chunk_caches()
             assert ("--auxiliary none" in str(refused.value)) == is_told
+
+    def test_what_is_known_before_the_load_follows_the_files(self, folder: Path) -> None:
+        for tokens in (512, 1024):
+            change_config(folder, max_position_embeddings=tokens)
+            assert known_context(str(folder)) == tokens
+        for tools in (True, False):
+            (folder / "tokenizer_config.json").unlink(missing_ok=True)
+            (folder / "chat_template.jinja").write_text("{{ tools }}" if tools else "{{ messages }}")
+            assert knows_tools(str(folder)) == tools
 
 
 class TestRefused:

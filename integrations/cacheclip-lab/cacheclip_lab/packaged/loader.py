@@ -53,6 +53,10 @@ class PackagedLoader(ModelLoader):
         return self._own.is_file() if self._is_file else (self._own / "config.json").is_file()
 
     @property
+    def path(self) -> None:
+        """None: the name leads to another place."""
+
+    @property
     def bare_name(self) -> str:
         """Older stores do not write ``packaged:``."""
         return self.name if self._is_file else self._key
