@@ -80,3 +80,10 @@ def test_it_takes_public_names_alone(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name.replace("/", "_")).write_text(text)
     assert names_outside_the_door(tmp_path) == set()
+
+
+def test_it_declares_what_it_imports() -> None:
+    code = "".join(text for name, text in FILES.items() if not name.startswith("tests/"))
+    taken = {name.replace("_", "-") for name in re.findall(r"^ *(?:from|import) (cacheclip_\w+)", code, re.MULTILINE)}
+    [needed] = re.findall(r"^dependencies = (.*)$", PAGE, re.MULTILINE)
+    assert "cacheclip-testing" in taken and taken <= {*re.findall(r'"(.*?)"', needed)}
