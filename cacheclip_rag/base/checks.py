@@ -181,6 +181,7 @@ def check_share(name: str, value: Any, of: str) -> None:
 
 
 def check_probability(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value``, called ``name`` in the message, is a number from 0 to 1."""
     check_number(name, value, "a probability, 0 to 1", most=1.0)
 
 

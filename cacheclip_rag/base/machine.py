@@ -11,6 +11,7 @@ from pathlib import Path
 
 @cache
 def processor_name() -> str:
+    """The processor's model, as the system calls it; ``unknown processor`` if it does not say."""
     with suppress(OSError):
         model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if model:

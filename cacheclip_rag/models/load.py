@@ -48,14 +48,12 @@ _factories: dict[str, RuntimeFactory] = {}
 class _FactoryLoader(ModelLoader):
     """``SCHEME:REST`` of a runtime that was registered in this process."""
 
+    path = None  # which has no scheme
+
     @classmethod
     def matches(cls, name: str) -> bool:
         scheme, _, rest = name.partition(":")
         return bool(rest) and scheme in _factories
-
-    @property
-    def path(self) -> None:
-        """None: a path has no scheme."""
 
     @property
     def files(self) -> tuple[FileState, ...]:
@@ -252,7 +250,9 @@ def concrete(config: EngineConfig) -> EngineConfig:
     if (best := choose_device(config.device)) != "cpu" and not loader.takes_dtype:  # devices may be its own, too
         is_of_torch = config.device == "auto" or has_device(best)
         auxiliary_device = auxiliary_device or (best if is_of_torch else "cpu")
-    _say_once(loader.choice.format(name=loader.name, device=device, dtype=dtype))
+    general = "{name} runs on {device} in {dtype}. To choose others: device and dtype."
+    general = general if loader.takes_dtype else "{name} runs on {device}. To choose another one: device."
+    _say_once((loader.choice or general).format(name=loader.name, device=device, dtype=dtype))
     return replace(config, device=device, auxiliary_device=auxiliary_device, dtype=dtype)
 
 

