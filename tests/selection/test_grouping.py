@@ -54,7 +54,7 @@ class TestExamples:
         assert chosen(grouping.take([torch.empty(0)], 5)) == [[]]
         assert chosen(grouping.take([hot(1, 2)], 0)) == [[]]
 
-    @pytest.mark.parametrize("settings", [(0,), (True,), (2.5,), (8, 8), (8, -1), (4, 5), (4, True)])
+    @pytest.mark.parametrize("settings", [(0,), (True,), (2.5,), (8, 8), (8, -1), (4, 5), (4, True), (2.5, 1)])
     def test_contradictions_are_refused(self, settings: tuple[int, ...]) -> None:
         with pytest.raises(ConfigurationError, match="size|threshold"):
             (Windows if len(settings) == 1 else AlignedWindows)(*settings)  # type: ignore[operator]
