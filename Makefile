@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench release clean
+.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench release check-release clean
 
 setup: $(VENV)/.installed
 
@@ -106,6 +106,10 @@ bench: setup
 release: setup
 	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
 	$(BIN)/python integrations/release.py --url $(URL)
+
+# Installs it as strangers do, in an empty environment for each group of extras, and uses it.
+check-release: setup
+	$(BIN)/python integrations/check_release.py
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

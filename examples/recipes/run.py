@@ -25,9 +25,12 @@ RECIPES = {
     "openai-agents": (["openai-agents"], ["python", "openai_agents.py"]),
     "dspy": (["dspy"], ["python", "dspy_program.py"]),
     "aider": (["aider-chat"], ["sh", "aider.sh"]),
+    "opencode": (["opencode-ai"], ["sh", "opencode.sh"]),
     "vercel": (["ai", "@ai-sdk/openai-compatible"], ["node", "vercel_ai.mjs"]),
 }
 """What each installs, and how it is run."""
+OF_NPM = ("opencode", "vercel")
+"""Packages of these are npm's."""
 QUESTIONS = ("In which year was the lighthouse built?", "Who founded the library?")
 
 
@@ -52,15 +55,15 @@ def server(work: Path) -> Iterator[str]:
             process.wait()
 
 
-def installed(name: str, packages: list[str], program: str, work: Path) -> Path:
+def installed(name: str, packages: list[str], work: Path) -> Path:
     """The folder with the programs of an environment that has the packages."""
     folder = work / name
-    if program == "node":
+    if name in OF_NPM:
         folder.mkdir(exist_ok=True)
         if not (folder / "node_modules").exists():
             subprocess.run(["npm", "install", "--silent", *packages], cwd=folder, check=True)
         (folder / "vercel_ai.mjs").write_text((HERE / "vercel_ai.mjs").read_text())  # imports from beside itself
-        return folder
+        return folder / "node_modules/.bin"
     if not folder.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([folder / "bin/pip", "install", "--quiet", *packages], check=True)
@@ -95,10 +98,10 @@ def main() -> None:
 def run(names: list[str], url: str, model: str, work: Path, documents: list[str]) -> None:
     for name in names:
         packages, line = RECIPES[name]
-        bin_folder = installed(name, packages, line[0], work)
+        bin_folder = installed(name, packages, work)
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "BASE_URL": f"{url}/v1", "MODEL": model}
-        where = bin_folder if line[0] == "node" else HERE
+        where = work / name if line[0] == "node" else HERE
         for question in QUESTIONS:
             before = tokens(url)
             command = [*line[:-1], str(where / line[-1]), question, *documents]
