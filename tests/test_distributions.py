@@ -41,6 +41,16 @@ def test_a_distribution(name: str) -> None:
     assert list(folder.glob("tests/**/test_door*.py"))
 
 
+def test_tests_of_guests_find_what_they_take_from_tests_of_the_core() -> None:
+    """Also those that run only where llama.cpp or vLLM is."""
+    for file in ROOT.glob("integrations/*/tests/**/*.py"):
+        for module, names in re.findall(r"^from (tests\.[\w.]+) import (\([^)]*\)|.*)", file.read_text(), re.MULTILINE):
+            place = ROOT / module.replace(".", "/")
+            source = place.with_suffix(".py").read_text() if not place.is_dir() else str([*place.iterdir()])
+            for name in re.findall(r"(\w+)(?: as \w+)?", re.sub("#.*", "", names)):
+                assert re.search(rf"\b{name}\b", source), f"{file.name}: {module} has no {name}"
+
+
 def test_they_need_one_another_at_one_version() -> None:
     needed = [ours(each) for project in (CORE, *PROJECTS.values()) for each in requirements(project)]
     needed = [each for each in needed if each]
