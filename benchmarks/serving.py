@@ -63,7 +63,7 @@ PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak"
 FULL, IDLE = "full", "idle"
 TURNS = (QUESTION, "And why is that?", "Who was it?", "When did it happen?", "Say it in one sentence.")
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
-_OURS = "from cacheclip_rag.cli import main; main()"
+_OURS = "from cacheclip_rag.plugins import main; main()"
 _SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
 """Answers that are compared byte by byte."""
 _PROMPTS = 20

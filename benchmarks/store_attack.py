@@ -52,9 +52,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.cli import main as main_of_cli
 from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.models import load_model, register_runtime
+from cacheclip_rag.plugins import main as main_of_cli
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
     CATALOG_FILE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,17 @@ _MOST_IN_PAGE_CACHE = 1 << 30
 """Most bytes that :meth:`Parts.read_hot` reads without a memory tier."""
 
 
+class _Needs(NamedTuple):
+    """What the sources of a method's KV depend on."""
+
+    context: ChunkContext
+    needs_auxiliary: bool
+    head_sets: frozenset[str]
+    kind: type[Method]
+    reads_cache: bool
+    """Of one kind, some methods read KV and some do not."""
+
+
 class Parts:
     """Parts of one engine. Weights load when a model is first used. Safe to share between threads."""
 
@@ -63,7 +74,8 @@ class Parts:
         self._tenant: TenantStore | None = None
         self._drops_erased = False
         """Whether the store has :meth:`drop_kv` called."""
-        self._kv_sources: dict[Hashable, KVSources] = {}
+        self._kv_sources: dict[_Needs, KVSources] = {}
+        self._controllers: RatioChooser | None = None
         self._stored_prompts: StoredPrompts | None = None
         self.head_sets = HeadSets(lambda: self.models.runtime, lambda: self.models.auxiliary_caches)
         """Head sets of the auxiliary model."""
@@ -152,7 +164,7 @@ class Parts:
             self._kv_sources.clear()
             self._stored_prompts = None
         self.certificates.forget()
-        vars(self).pop("controllers", None)
+        self._controllers = None
         unload_models(loaded)
         del loaded
         gc.collect()  # hooks and modules refer to one another
@@ -193,12 +205,15 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def controllers(self) -> RatioChooser:
         """Chooses recompute ratios by predicted time."""
-        return ratio_chooser(
-            self.certificates, lambda: [self.models.runtime, *filter(None, [self.head_sets.auxiliary])]
-        )
+        controllers = self._controllers
+        if controllers is None:
+            controllers = self._controllers = ratio_chooser(
+                self.certificates, lambda: [self.models.runtime, *filter(None, [self.head_sets.auxiliary])]
+            )
+        return controllers
 
     def choose_method(
         self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
@@ -244,23 +259,22 @@ class Parts:
     def kv_sources(self, method: Method) -> KVSources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
-        # of one type, some methods read KV and some do not
-        wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
+        needs = _Needs(context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
         with self._lock:
             if not self._drops_erased:
-                _ = self.store
-            if wants not in self._kv_sources:
+                _ = self.store  # opens it, and watches for erasures again
+            if needs not in self._kv_sources:
                 check_reads(method, self.models.primary_caches(context).runtime)
                 if self.config.store_prompts and self._stored_prompts is None:
                     self._stored_prompts = StoredPrompts(self.models.caches_after_prefix, self.prompt_cache)
-                self._kv_sources[wants] = KVSources(
+                self._kv_sources[needs] = KVSources(
                     primary=self.models.primary_caches(context),
                     prefix_caches=self.models.caches_after_prefix,
                     auxiliary=self.head_sets.auxiliary_pass(method.head_sets) if method.needs_auxiliary else None,
                     prompt_cache=self.prompt_cache,
                     stored_prompts=self._stored_prompts,
                 )
-            return self._kv_sources[wants]
+            return self._kv_sources[needs]
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""
@@ -269,4 +283,4 @@ class Parts:
             self._kv_sources.clear()
         # from below to above, so that nothing that was read before is kept above
         self.certificates.forget()
-        vars(self).pop("controllers", None)
+        self._controllers = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class KVSources:
-    """The parts of an engine that one method needs."""
+    """Where the KV of one method's prompts may come from."""
 
     primary: ChunkCaches
     """Chunk caches of the primary model with the method's chunk context."""

@@ -414,10 +414,10 @@ class Runtime(TextRuntime):
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, slices: Any = None) -> Any:
-        """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
-        (:class:`~cacheclip_rag.plan.plan.KVSources`). :mod:`cacheclip_rag.fusion.fuse` and, in the prompt's order,
-        :mod:`cacheclip_rag.fusion.in_order` do it. ``slices``: :class:`Slices <cacheclip_rag.runtime.Slices>`, or None
-        for all at once. Returns a :class:`~cacheclip_rag.fusion.answer.Fused`; None if no chunk could be read."""
+        """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks, whose KV comes from ``kv_sources``
+        (:class:`~cacheclip_rag.plan.plan.KVSources`): ``Any`` stands for types of rooms above. ``slices``:
+        :class:`Slices <cacheclip_rag.runtime.Slices>`, or None for all at once. :mod:`cacheclip_rag.fusion.fuse` and
+        :mod:`~cacheclip_rag.fusion.in_order` do it. Returns a ``Fused``; None if no chunk could be read."""
         assert self._fuse is not None, "this runtime was made without a function that fuses"
         return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, slices=slices)
 

@@ -11,7 +11,7 @@ from cacheclip_testing import build_auxiliary
 from cacheclip_testing.plugin import CHUNKS
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models import unload_models
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]

@@ -13,8 +13,7 @@ from cacheclip_testing.plugin import CHUNKS
 from tiny_gguf import PROMPT, QUESTION, MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, SamplingParams
-from cacheclip_rag.models import known_context, load
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models import known_context, load, unload_models
 from cacheclip_rag.store.erasures import look_at_all
 from tests.answering.test_turns import until
 from tests.engine import test_continued

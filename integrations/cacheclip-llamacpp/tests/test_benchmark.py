@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cacheclip_testing.plugin import CHUNKS
 
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models import unload_models
 from tests.test_benchmarks import load
 
 

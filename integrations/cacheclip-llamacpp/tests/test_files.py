@@ -13,7 +13,7 @@ from cacheclip_testing.plugin import CHUNKS, QUESTION
 from tiny_gguf import write_gguf
 
 from cacheclip_rag import CacheClipEngine, ModelError, UnknownModelError, UnsupportedModelError
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models import unload_models
 from cacheclip_rag.plugins import python_command
 
 PROMPT = "\n\n".join([*CHUNKS[:2], QUESTION])

@@ -19,8 +19,7 @@ from tiny_gguf import ARCHITECTURES, PROMPT, QUESTION, TOLERANCE, WINDOW, MakeEn
 from cacheclip_rag import CacheClipEngine, ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
-from cacheclip_rag.models import load
-from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.models import load, unload_models
 from cacheclip_rag.plugins import PlacedKV
 from cacheclip_rag.runtime import KVSource
 

@@ -311,7 +311,7 @@ class TestResume:
     def test_other_weights_under_the_same_name_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
-        from cacheclip_rag.models.load import unload_models
+        from cacheclip_rag.models import unload_models
 
         shutil.copytree(config.primary, tmp_path / "model")
         config = replace(config, primary=str(tmp_path / "model"))

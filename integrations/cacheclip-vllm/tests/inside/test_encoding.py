@@ -194,7 +194,7 @@ def test_ingest(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    from cacheclip_rag.cli import main
+    from cacheclip_rag.plugins import main
 
     monkeypatch.setattr("cacheclip_ingest.embedding.Embedder", LetterEmbedder)
     (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
