@@ -151,6 +151,8 @@ class TestPull:
     def test_unknown_name(self, home: Path) -> None:
         with pytest.raises(UnknownModelError, match=r"no-such.*smollm2-135m"):
             pull("no-such")
+        with pytest.raises(UnknownModelError, match=r"all-MiniLM-L6-v2.*smollm2-135m"):
+            pull_gguf("all-MiniLM-L6-v2")
         assert not home.exists()
 
     def test_at_the_same_time_it_is_fetched_once(self, index: Index) -> None:
