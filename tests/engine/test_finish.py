@@ -149,7 +149,6 @@ class TestRevise:
                 assert revised.token_ids == full.token_ids and revised.finish_reason == "length"
                 assert len(revised.token_ids) == max_tokens
 
-    @pytest.mark.some(3)
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("is_chosen", [False, True])
     def test_ends_that_are_chosen_or_not(self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool) -> None:

@@ -31,7 +31,6 @@ def test_confidence_is_the_lead_of_the_likeliest_token() -> None:
 
 
 class TestGate:
-    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
     def test_sure_answers_reuse_and_unsure_ones_are_full_prefill(
         self, filled: CacheClipEngine, chunks: list[str], name: str

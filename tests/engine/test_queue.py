@@ -341,7 +341,6 @@ HELD_BACK: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", HELD_BACK)
 def test_text_that_is_held_back_holds_up_nobody(
     engine: CacheClipEngine, tool_model: str, chunks: list[str], kind: str, monkeypatch: Patch

@@ -141,7 +141,6 @@ class TestShadow:
         assert values["shadow_skipped_total"] + values["shadow_checks_total"] == 12
         assert asked(engine, params=one)["shadow_checks_total"] == values["shadow_checks_total"] + 1, "it goes on"
 
-    @pytest.mark.some(3)
     @pytest.mark.parametrize("options", NOT_GREEDY)
     def test_sampled_answers_have_no_agreement(self, make: Make, options: dict[str, Any]) -> None:
         """Even an exact answer's tokens are often not the likeliest: that says nothing. Nor do a completed one's."""

@@ -118,7 +118,6 @@ class TestMachines:
         one.precompute(CHUNKS)
         assert hits(other, documents=CHUNKS) == len(CHUNKS)
 
-    @pytest.mark.some(4)
     @pytest.mark.parametrize("kind", ["no database", "pages", "another version", "thrown away"])
     def test_a_copy_that_is_damaged_is_made_anew(self, machine: Machine, kind: str) -> None:
         one = machine()
