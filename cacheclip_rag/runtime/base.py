@@ -351,8 +351,6 @@ class Runtime(TextRuntime):
     any tokens may be computed."""
     backend: str = ""
     """What runs the model, for certificates; empty for transformers in this process."""
-    _fuse: Callable[..., Any] | None = None
-    """Carries out plans; None: it is never asked to."""
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
@@ -413,13 +411,12 @@ class Runtime(TextRuntime):
         """Drop all tokens of a state but the first ``num_tokens``. Called only if ``can_extend``."""
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
+    @abstractmethod
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, slices: Any = None) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks, whose KV comes from ``kv_sources``
         (:class:`~cacheclip_rag.plan.plan.KVSources`): ``Any`` stands for types of rooms above. ``slices``:
         :class:`Slices <cacheclip_rag.runtime.Slices>`, or None for all at once. :mod:`cacheclip_rag.fusion.fuse` and
         :mod:`~cacheclip_rag.fusion.in_order` do it. Returns a ``Fused``; None if no chunk could be read."""
-        assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, slices=slices)
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -54,6 +54,12 @@ class TestTransformers(RuntimeConformance):
         return logits
 
 
+def test_a_runtime_that_forgot_a_method_is_not_made() -> None:
+    """Python names the method before a model is loaded."""
+    own = {"encode", "prefill", "fuse", "decode_step"}
+    assert Runtime.__abstractmethods__ == own | {"tokenize", "decode_ids", "has_chat_template", "render_chat"}
+
+
 class TestSchemes:
     def test_a_scheme_makes_runtimes_once(self) -> None:
         made = []

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from itertools import groupby
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...base.clock import PhaseClock
 from ...base.errors import CacheClipError, ConfigurationError, ModelError, first_line, is_panic
 from ..base import Runtime, TokenizedText
 from ..markers import known_reasoning, markers_among
@@ -168,6 +169,8 @@ class TextModel(ChatText):
     """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
 
     can_constrain = True
+    _fuse: Callable[..., Any] | None = None
+    """Carries out plans; None: it is never asked to."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, like: TextModel | None = None) -> None:
         """``like``: one with the same tokenizer, which is not read again; all tokens are ordinary ones then."""
@@ -182,7 +185,9 @@ class TextModel(ChatText):
         self.text_tokenizer, control = text_tokenizer(tokenizer, self.eos_ids)
         """Tokenizer of text that users and documents wrote."""
         self.control_ids = sorted(control)
-        template = getattr(tokenizer, "chat_template", None)
+        template, added = getattr(tokenizer, "chat_template", None), tokenizer.added_tokens_decoder
+        self._call_markers = markers_among({number: token.content for number, token in added.items() if token.special})
+        """Special tokens that mark calls of tools and reasoning."""
         self.marks_reasoning, self.reasoning_ends = known_reasoning(template, self._call_markers)
 
     @property
@@ -190,6 +195,10 @@ class TextModel(ChatText):
         """The transformers model. Every pass gets it here, so a pass that would hang is refused here."""
         check_process(self.name, self._process)
         return self._model
+
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, slices: Any = None) -> Any:
+        assert self._fuse is not None, "this runtime was made without a function that fuses"
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, slices=slices)
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         """Token ids of ``text``, with no special tokens added.
@@ -267,12 +276,6 @@ class TextModel(ChatText):
             return self.decode_ids(ids)
         runs = groupby(ids, key=lambda token: markers.get(token))
         return "".join(marker * len(list(run)) if marker else self.decode_ids(list(run)) for marker, run in runs)
-
-    @cached_property
-    def _call_markers(self) -> dict[int, str]:
-        """Special tokens that mark calls of tools and reasoning."""
-        added = self.tokenizer.added_tokens_decoder
-        return markers_among({number: token.content for number, token in added.items() if token.special})
 
     def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
