@@ -31,7 +31,7 @@ def components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_all_reuse_the_documents(
+def test_every_component_reuses_the_documents(
     components: Any, tool_model: str, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rows(*options: str) -> dict[str, dict[str, Any]]:

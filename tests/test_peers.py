@@ -33,7 +33,9 @@ def program(path: Path, text: str) -> Path:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="stands in for interpreters with shell scripts")
 @pytest.mark.long
-def test_what_each_system_reuses(peers: Any, tiny_models: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_same_prompts_and_what_each_system_reuses(
+    peers: Any, tiny_models: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     broken = program(tmp_path / "broken", "echo no such engine >&2; exit 3")
     bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -110,7 +112,9 @@ def test_orders_of_a_round(peers: Any) -> None:
         assert other[0] != base[0] and prompts["one exchanged"] == [*base[:3], "S", *base[4:]]
 
 
-def test_a_system_that_fails_stops_no_other(peers: Any, tiny_models: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_system_that_fails_later_does_not_stop_the_others(
+    peers: Any, tiny_models: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """With a worker of a few lines for each system: one ends at its second answer."""
     text = """
 import json, sys

@@ -26,7 +26,9 @@ def ask(llm: PlainModel, prompt: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_are_absolute(kind: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_paths_do_not_depend_on_the_working_directory(
+    kind: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: Any
+) -> None:
     for name in ("llama", "auxiliary"):
         (tmp_path / name).symlink_to(tiny_models[name])
     monkeypatch.chdir(tmp_path)
@@ -99,7 +101,9 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
         kind(auxilary="smollm2-135m")
 
 
-def test_the_gate_may_be_certified(tiny_models: Any, chunks: list[str], monkeypatch: Any, tmp_path: Path) -> None:
+def test_the_gate_may_be_the_certificates(
+    tiny_models: Any, chunks: list[str], monkeypatch: Any, tmp_path: Path
+) -> None:
     """Ratio and gate are the promised ones; without a promise, the error says how to get one."""
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}

@@ -255,7 +255,9 @@ NO_LOADER = "expected a subclass of ModelLoader with matches and load, got <"
         (":Failing", "KeyError: 'nothing'"),
     ],
 )
-def test_an_unusable_runtime_is_left_out(install: Install, tiny_models: Any, caplog: Any, named: str, why: str) -> None:
+def test_a_runtime_that_cannot_be_used_is_left_out(
+    install: Install, tiny_models: Any, caplog: Any, named: str, why: str
+) -> None:
     """With a warning, and in the error about a name that could be its own."""
     install(source=RUNTIME, runtimes={"own": f"guest_of_a_test{named}"})
     for _ in range(2):
@@ -324,7 +326,9 @@ def test_an_observer_sees_plans_for_another_process(install: Install, tiny_model
         (":wrong", "expected an? .*, got <function wrong|expected an Observer or None, got 'no observer'"),
     ],
 )
-def test_unusable_is_named(install: Install, tiny_models: Any, group: str, needed: Any, named: str, why: str) -> None:
+def test_what_is_needed_and_cannot_be_used_is_named(
+    install: Install, tiny_models: Any, group: str, needed: Any, named: str, why: str
+) -> None:
     install(**{group: {"own": f"guest_of_a_test{named}"}})
     with pytest.raises(ConfigurationError, match=f"^cannot use {NAMED}{group}: ({why}).*uninstall it"):
         needed(tiny_models["llama"])
@@ -408,7 +412,9 @@ def test_commands(install: Install) -> None:
         (COMMANDS, ":taking", "cacheclip store stats is a command of cacheclip-rag already. Give that of g"),
     ],
 )
-def test_who_fails_is_named(install: Install, source: str, named: str, why: str, command_line: CommandsAndText) -> None:
+def test_a_distribution_whose_commands_fail_is_named(
+    install: Install, source: str, named: str, why: str, command_line: CommandsAndText
+) -> None:
     install(source=source, commands={"own": f"guest_of_a_test{named}"})
     known, said = command_line()
     assert {*known} - {"early"} == {"models", "store", "store stats", "explain-miss"} and known["store stats"] is stats

@@ -86,7 +86,9 @@ class TestContinued:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("method", METHODS)
-    def test_questions_recompute_others_until_none_is_stale(self, make: Make, passages: list[str], method: str) -> None:
+    def test_every_question_recomputes_other_tokens_until_none_is_stale(
+        self, make: Make, passages: list[str], method: str
+    ) -> None:
         engine = make(stored=passages, method=method, recompute_ratio=0.4, min_confidence=0.0)
         plan, seen = engine.plan(rag(passages), method=method), set[int]()
         stale = {slot for span in plan.reused if span not in plan.exact for slot in range(span.start, span.stop)}
@@ -100,7 +102,9 @@ class TestContinued:
 
     @torch.inference_mode()
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
-    def test_it_is_kv_of_answer_before(self, make: Make, passages: list[str], method: str, monkeypatch: Patch) -> None:
+    def test_it_is_the_kv_of_the_answer_before(
+        self, make: Make, passages: list[str], method: str, monkeypatch: Patch
+    ) -> None:
         """The reference: the first prompt's own state, cut to what is equal, and extended by the rest."""
         monkeypatch.setattr("cacheclip_rag.prompt.known_kv.FOLLOW_UP_SHARE", 0.0)
         engine = make(stored=passages, method=method, recompute_ratio=0.4)
@@ -142,7 +146,7 @@ class TestContinued:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("is_cancelled", [False, True])
     @pytest.mark.parametrize("method", METHODS)
-    def test_the_same_prompt_has_the_same_answer(
+    def test_the_same_prompt_again_has_the_same_answer(
         self, make: Make, passages: list[str], method: str, is_cancelled: bool
     ) -> None:
         """Also if the reader left in the middle of the first one."""
@@ -161,7 +165,9 @@ class TestContinued:
     @pytest.mark.parametrize(
         "other", [{"method": "direct"}, {"recompute_ratio": 0.3}, {"namespace": "another tenant's"}]
     )
-    def test_another_method_or_tenant_does_not(self, make: Make, passages: list[str], other: dict[str, str]) -> None:
+    def test_another_method_ratio_or_tenant_does_not(
+        self, make: Make, passages: list[str], other: dict[str, str]
+    ) -> None:
         settings = {"method": "cacheclip", "recompute_ratio": 0.4}
         engine = make(stored=passages, **settings)
         engine.generate(rag(passages), SHORT)
@@ -208,7 +214,9 @@ class TestContinued:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("method", ["cacheclip", "prefix", "cacheclip-gated"])
     @pytest.mark.parametrize("finish", ["none", "verify", "idle"])
-    def test_texts_released_while_one_reads(self, make: Make, passages: list[str], method: str, finish: str) -> None:
+    def test_texts_that_are_released_while_an_answer_is_read(
+        self, make: Make, passages: list[str], method: str, finish: str
+    ) -> None:
         engine = make(stored=passages, method=method, recompute_ratio=0.4, finish=finish)
         events = engine.stream(rag(passages), SHORT)
         next(events)

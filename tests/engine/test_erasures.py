@@ -62,7 +62,7 @@ def in_memory(engine: CacheClipEngine, texts: list[str]) -> list[str]:
 class TestOneProcess:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("others", [False, True])
-    def test_what_engine_erased_itself_is_not_dropped_twice(
+    def test_what_an_engine_erased_itself_is_not_dropped_twice(
         self, pair: Pair, passages: list[str], others: bool
     ) -> None:
         """Answers after its own erasure keep their KV at the next look, unless another engine erased something, too."""
@@ -94,7 +94,7 @@ class TestOneProcess:
         assert kept(other) == (0, 0, 0)
         assert in_memory(other, passages) == ([] if erase == "drop" else passages[erase in ways :])
 
-    def test_other_tenants_erasures_cost_nothing(
+    def test_what_other_tenants_erase_costs_nothing(
         self, pair: Pair, make: Make, passages: list[str], tmp_path: Path
     ) -> None:
         _, other = pair
@@ -115,7 +115,9 @@ class TestOneProcess:
         look_at_all()
         assert kept(other) == (0, 0, 0)
 
-    def test_an_answer_that_began_before_and_copy_that_slow_read_leaves(self, pair: Pair, passages: list[str]) -> None:
+    def test_an_answer_that_began_before_and_a_copy_that_a_slow_read_leaves(
+        self, pair: Pair, passages: list[str]
+    ) -> None:
         one, other = pair
         key, tiers = other.parts.models.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
         events, data = other.stream(rag(passages, "When?"), SHORT), tiers.get_many([key])[key]
@@ -128,7 +130,7 @@ class TestOneProcess:
         look_at_all()
         assert in_memory(other, passages) == passages[1:]
 
-    def test_a_catalog_that_fails_is_asked_again(
+    def test_a_catalog_that_cannot_be_asked_is_asked_again(
         self, pair: Pair, passages: list[str], monkeypatch: Patch, caplog: Logs
     ) -> None:
         one, other = pair
@@ -208,7 +210,7 @@ class TestOneProcess:
         for each in (store, putting):
             each.close()
 
-    def test_free_memory_that_holds_kv(
+    def test_memory_that_is_free_but_still_holds_kv(
         self, make: Make, tmp_path: Path, passages: list[str], monkeypatch: Patch
     ) -> None:
         """On a GPU, PyTorch keeps it, page-locked memory too."""

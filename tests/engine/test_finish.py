@@ -151,7 +151,9 @@ class TestRevise:
 
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("is_chosen", [False, True])
-    def test_ends_that_are_chosen_or_not(self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool) -> None:
+    def test_an_end_that_full_prefill_chooses_or_not(
+        self, finishing: Make, monkeypatch: Patch, rows: int, is_chosen: bool
+    ) -> None:
         """The first exact token may be the end: the answer ends there, and what came after is withdrawn."""
         engine = finishing(rows=rows)
         given, full, at = divergent(engine)
@@ -289,7 +291,7 @@ class TestVerify:
         assert (revised.stats.verified_tokens, revised.token_ids) == (len(full), full)
 
     @pytest.mark.parametrize("finish", ["verify", "revise"])
-    def test_answers_survive_without_room_for_exact_kv(
+    def test_an_answer_survives_when_the_exact_kv_has_no_room(
         self, finishing: Make, monkeypatch: Patch, caplog: Logs, finish: str
     ) -> None:
         engine = finishing(method="direct")

@@ -32,7 +32,7 @@ def test_confidence_is_the_lead_of_the_likeliest_token() -> None:
 
 class TestGate:
     @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
-    def test_sure_answers_reuse_and_unsure_ones_are_full_prefill(
+    def test_a_sure_answer_is_the_reusing_pass_and_an_unsure_one_full_prefill(
         self, filled: CacheClipEngine, chunks: list[str], name: str
     ) -> None:
         plain, full = (logits(filled, rag(chunks), preset(each)) for each in (name, "full"))
@@ -55,7 +55,9 @@ class TestGate:
         check_sums(answer)
         assert answer.text == filled.generate(rag(chunks), SHORT, method="full").text
 
-    def test_memory_holds_one_kv_at_time(self, filled: CacheClipEngine, chunks: list[str], monkeypatch: Patch) -> None:
+    def test_memory_holds_one_kv_at_a_time(
+        self, filled: CacheClipEngine, chunks: list[str], monkeypatch: Patch
+    ) -> None:
         held = []
 
         def count(*_: Any) -> None:
@@ -77,7 +79,9 @@ class TestGate:
         found = logits(filled, rag(chunks), replace(preset("cacheclip").at(1.0), min_confidence=1.0))
         assert not found.stats.gated and found.stats.fallback is None and found.is_exact
 
-    def test_trace_is_of_reusing_pass_and_the_time_of_both(self, filled: CacheClipEngine, chunks: list[str]) -> None:
+    def test_the_trace_is_of_the_reusing_pass_and_the_time_of_both(
+        self, filled: CacheClipEngine, chunks: list[str]
+    ) -> None:
         plain, both = (
             filled.generate(rag(chunks), SHORT, method=gated("cacheclip", least), trace=True) for least in (0.0, 1.0)
         )

@@ -65,7 +65,9 @@ def slices(idle: CacheClipEngine, monkeypatch: Patch) -> Slices:
 class TestNextQuestion:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("method", METHODS)
-    def test_it_is_full_prefills_at_cost_of_prefix_caching(self, make: Make, passages: list[str], method: str) -> None:
+    def test_it_is_full_prefills_at_the_cost_of_prefix_caching(
+        self, make: Make, passages: list[str], method: str
+    ) -> None:
         engine = make(stored=passages, method=method, recompute_ratio=0.4, min_confidence=0.0, finish="idle")
         expected = engine.generate(rag(passages, "Who?"), SHORT, finish="none").token_ids
         engine.prefixes.clear()
@@ -156,7 +158,9 @@ class TestHalfDone:
 
 
 class TestGivingWay:
-    def test_not_while_an_answer_is_under_way(self, idle: CacheClipEngine, passages: list[str], slices: Slices) -> None:
+    def test_nothing_is_computed_while_an_answer_is_under_way(
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices
+    ) -> None:
         other = idle.stream(rag(passages[::-1]), SHORT, finish="none")
         next(other)
         idle.generate(rag(passages), SHORT)
@@ -191,7 +195,7 @@ class TestGivingWay:
         starts = [start for start, _ in slices.tokens]
         assert starts == [*range(starts[0], starts[0] + BLOCK * len(starts), BLOCK)]
 
-    def test_slices_last_as_long_as_one_may_wait(
+    def test_slices_are_as_long_as_a_question_may_wait(
         self, idle: CacheClipEngine, passages: list[str], slices: Slices
     ) -> None:
         """By a clock on which each token takes 4 ms."""
@@ -212,7 +216,9 @@ class TestGivingWay:
 
 
 class TestLimits:
-    def test_only_the_latest_prompt_of_a_chat(self, idle: CacheClipEngine, passages: list[str], slices: Slices) -> None:
+    def test_only_the_latest_prompt_of_a_conversation(
+        self, idle: CacheClipEngine, passages: list[str], slices: Slices
+    ) -> None:
         with turns_of(idle.primary).answer():
             for question in ("Who?", "Where?", "And when was that?"):
                 idle.generate(rag(passages, question), SHORT)
@@ -239,7 +245,7 @@ class TestLimits:
         assert len(slices.tokens) * BLOCK <= stats.blocks * BLOCK + BLOCK
 
     @pytest.mark.parametrize("when", ["waiting", "running"])
-    def test_released_texts_stay_away(
+    def test_released_texts_do_not_come_back(
         self, idle: CacheClipEngine, passages: list[str], slices: Slices, when: str
     ) -> None:
         if when == "running":

@@ -172,7 +172,9 @@ class TestWhenItIsTaken:
             runs = [(run.start, run.stop) for run in match.runs if run.source == KVSource.MOVED]
         assert runs == [(whole.start, middle), (middle + 1, whole.stop)]
 
-    def test_tokens_of_which_too_little_past_is_left_are_computed(self, make: Make, passages: list[str]) -> None:
+    def test_tokens_behind_which_too_little_of_their_past_is_left_are_computed(
+        self, make: Make, passages: list[str]
+    ) -> None:
         """Of the last passage, before which all others stood, nothing is left to be taken where it comes first."""
         engine = make(on_miss="ignore")
         engine.generate(chat("Hello.", passages), SHORT)
@@ -244,7 +246,7 @@ class TestWhenItIsTaken:
                 engine.prefixes.clear()
                 assert answer.token_ids == engine.generate(new, params, method="full", **options).token_ids
 
-    def test_a_call_that_continues_moved_kv_is_gated(
+    def test_a_call_in_an_answer_that_continues_moved_kv_is_gated(
         self, monkeypatch: Patch, tool_model: str, passages: list[str]
     ) -> None:
         engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", store=None)

@@ -41,7 +41,9 @@ class TestPrefix:
         assert (answer.stats.fresh_tokens, answer.stats.recomputed_tokens, answer.stats.hits) == (0, 1, 1)
         assert answer.token_ids == engine.generate(segments, SHORT, method="full").token_ids
 
-    def test_prompts_of_one_chunk_or_the_prefix_alone(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+    def test_prompts_that_are_one_chunk_or_the_prefix_and_nothing_else(
+        self, engine: CacheClipEngine, chunks: list[str]
+    ) -> None:
         engine.precompute(chunks)
         segments = [Chunk(chunks[0])]
         exact = engine.generate(segments, SHORT, recompute_ratio=1.0)
@@ -51,7 +53,9 @@ class TestPrefix:
 
 
 class TestSystemPrompt:
-    def test_stored_text_inside_it_does_not_change_prefix(self, make: Make, chunks: list[str], tmp_path: Path) -> None:
+    def test_a_stored_text_inside_it_does_not_change_the_prefix(
+        self, make: Make, chunks: list[str], tmp_path: Path
+    ) -> None:
         options = {"store": str(tmp_path), "system_prompt": f"You are a guide. {chunks[3]} Be brief."}
         first = make(stored=chunks, **options)
         again = make(**options)  # as after a restart: the store holds the text by now
@@ -70,7 +74,7 @@ class TestSystemPrompt:
         assert "pirate" not in "".join(segment.text for segment in engine.segment(own))
 
 
-def test_chunks_outlive_the_day_of_a_template(
+def test_chunks_outlive_the_day_of_a_template_with_a_date(
     make: Make, tiny_models: Models, chunks: list[str], tmp_path: Path
 ) -> None:
     """The prefix states a fixed date, so its chunks are found tomorrow; the prompt states today's."""
@@ -88,7 +92,9 @@ def test_chunks_outlive_the_day_of_a_template(
 
 
 @pytest.mark.parametrize("with_bos", [True, False])
-def test_without_a_template(make: Make, tmp_path: Path, tiny_models: Models, chunks: list[str], with_bos: bool) -> None:
+def test_models_without_a_template(
+    make: Make, tmp_path: Path, tiny_models: Models, chunks: list[str], with_bos: bool
+) -> None:
     """Base models: the prompt opens with what their tokenizer puts before any text, and the first chunk is exact there
     and costs nothing."""
     folder = shutil.copytree(tiny_models["llama"], tmp_path / "base")

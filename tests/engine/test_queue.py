@@ -63,7 +63,7 @@ def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> N
     assert {answer.token_ids for answer in answers} == {*alone.values()}
 
 
-def test_short_questions_pass_those_of_more_work(
+def test_a_short_question_passes_those_of_more_work(
     engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """By tokens to compute: a long prompt whose KV is held is a short one."""
@@ -263,7 +263,7 @@ async def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]
     assert sorted({*order}) == [0, 1, 2, 3] and order.count(1) == 1
 
 
-async def test_who_leaves_the_queue_is_not_answered(
+async def test_who_leaves_while_it_waits_is_not_answered(
     engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """Cancelled, as by a server whose client hung up. Its thread ends at once, and those behind it move up."""
@@ -366,7 +366,7 @@ def test_text_that_is_held_back_holds_up_nobody(
     assert own[0].text == "" and own[0].answer is None
 
 
-def test_who_leaves_held_back_text_has_no_token_more(
+def test_who_leaves_while_text_is_held_back_has_no_token_more(
     engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
 ) -> None:
     says(engine, "a", monkeypatch)

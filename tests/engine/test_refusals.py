@@ -92,7 +92,7 @@ class TestRefusals:
             with pytest.raises(PromptTooLongError, match="shorten the question"):
                 engine.generate(text, SHORT)
 
-    def test_what_cannot_fit_is_not_tokenised(
+    def test_a_prompt_that_cannot_fit_is_not_even_tokenised(
         self, engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
     ) -> None:
         """Its bytes are proof enough; a megabyte would take a second."""

@@ -98,7 +98,9 @@ class TestAnswer:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("count", [0, 1, 3])
-    def test_reader_that_leaves_after_some_events(self, asked: CacheClipEngine, chunks: list[str], count: int) -> None:
+    def test_a_reader_that_leaves_after_some_events(
+        self, asked: CacheClipEngine, chunks: list[str], count: int
+    ) -> None:
         right = asked.generate(rag(chunks[:2]), SHORT)
         stream = asked.stream(rag(chunks[:2]), SHORT)
         for _ in range(count):
@@ -236,7 +238,7 @@ WARM_UP: list[tuple[Owner, str, int]] = [
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("owner", "name", "at"), WARM_UP, ids=names(WARM_UP))
-def test_warm_up(
+def test_warming_up_again(
     asked: CacheClipEngine, chunks: list[str], owner: Owner, name: str, at: int, monkeypatch: Patch
 ) -> None:
     fresh = CacheClipEngine(asked.config)

@@ -101,7 +101,9 @@ class TestMisses:
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
     @pytest.mark.parametrize(("length", "stores"), [(200, False), (400, True)])
-    def test_part_of_deleted_text(self, engine: CacheClipEngine, chunks: list[str], length: int, stores: bool) -> None:
+    def test_a_part_of_a_deleted_text(
+        self, engine: CacheClipEngine, chunks: list[str], length: int, stores: bool
+    ) -> None:
         """Boilerplate of a long text does not make the engine compute all of it; the better half does."""
         text = " ".join(chunks)[:600]
         engine.precompute([text])
@@ -178,7 +180,7 @@ class TestSources:
         assert engine.release(sources=["report"]) == 2
         assert [engine.is_stored(c) for c in chunks] == [False, False, False, True]
 
-    def test_what_is_stored_after_answers_goes_with_its_sources(
+    def test_what_is_stored_after_an_answer_goes_with_its_sources(
         self, engine: CacheClipEngine, chunks: list[str]
     ) -> None:
         origins = {f"  {chunks[0]}\n": [("node 1", "report"), ("node 2", "")], chunks[1]: [("node 3", "report")]}
@@ -212,7 +214,7 @@ class TestDamage:
         for text in texts:
             self.change(engine, engine.parts.models.caches_after_prefix.key(text), change)
 
-    def test_damaged_chunk_is_a_miss_and_the_answer_right(
+    def test_damaged_chunk_is_a_miss_and_the_answer_is_right(
         self, engine: CacheClipEngine, make: Make, chunks: list[str]
     ) -> None:
         """As if that chunk had been fresh text all along."""

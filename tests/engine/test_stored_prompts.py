@@ -103,7 +103,9 @@ class TestErasure:
         asked(other, prompt + " And now?")
         assert stored(engine), "what is read after it is stored again"
 
-    def test_what_others_erase_meanwhile_is_not_found_again(self, start: Make, prompt: str, monkeypatch: Patch) -> None:
+    def test_what_another_process_erases_meanwhile_is_not_found_again(
+        self, start: Make, prompt: str, monkeypatch: Patch
+    ) -> None:
         """It erases after the keys were made, and before they are written."""
         engine, other = start(stored=SENTENCES[:1]), start()
 
@@ -166,7 +168,9 @@ class TestStore:
             small.close()
             assert all(map(small.is_stored, SENTENCES[:6])) and len(stored(small)) <= room // entry
 
-    def test_beginning_that_is_evicted_while_rest_is_read(self, start: Make, prompt: str, monkeypatch: Patch) -> None:
+    def test_a_beginning_that_is_evicted_while_the_rest_is_read(
+        self, start: Make, prompt: str, monkeypatch: Patch
+    ) -> None:
         asked(start(), prompt)
         later = start()
         ids = later.plan(prompt, method="prefix").layout.token_ids[:-1]

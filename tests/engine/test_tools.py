@@ -109,7 +109,7 @@ class TestTools:
         ids, runtime = engine.plan(messages, tools=[SEARCH]).layout.token_ids, engine.primary
         assert ids == runtime.tokenize(runtime.render_chat(messages, tools=[SEARCH]), control=True).ids
 
-    def test_models_without_tools_or_template_say_so(
+    def test_a_model_without_tools_or_a_chat_template_says_so(
         self, tiny_models: Models, tool_model: str, tmp_path: Path
     ) -> None:
         folder = shutil.copytree(tool_model, tmp_path / "base")

@@ -82,7 +82,9 @@ def test_tokenising_counts(stored: CacheClipEngine, time: Clock, monkeypatch: Pa
 
 
 @pytest.mark.parametrize("method", ["full", "direct"])
-def test_sampling_first_token_counts_and_the_others_do_not(stored: CacheClipEngine, time: Clock, method: str) -> None:
+def test_sampling_the_first_token_counts_and_the_others_do_not(
+    stored: CacheClipEngine, time: Clock, method: str
+) -> None:
     time.slow(transformers.TopPLogitsWarper, "__call__")
     assert time.times(stored, method) == (1.0, PARAMS.max_tokens - 1)
 

@@ -26,7 +26,9 @@ def test_everything_is_loaded_and_nothing_is_counted(make: Make, tmp_path: Path)
     assert all("_store_" in line for line in lines), "no answer is counted"
 
 
-def test_the_first_answer_loads_nothing_more(make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch) -> None:
+def test_the_first_answer_loads_and_reads_nothing_more(
+    make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
+) -> None:
     make(store=tmp_path).precompute(chunks)
     engine = make(store=tmp_path, memory_bytes=1 << 26)
     done = engine.warm_up()
@@ -42,7 +44,9 @@ def test_the_first_answer_loads_nothing_more(make: Make, tmp_path: Path, chunks:
     assert answer.token_ids == make(store=tmp_path).generate(rag(chunks), SHORT).token_ids
 
 
-def test_the_most_recently_used_chunks_are_read_first(make: Make, tmp_path: Path, chunks: list[str]) -> None:
+def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
+    make: Make, tmp_path: Path, chunks: list[str]
+) -> None:
     engine = make(stored=chunks, store=tmp_path, auxiliary=None, method="anchored")
     engine.chunk_caches()[0].read(chunks[0])  # used last
     engine.close()
@@ -57,7 +61,7 @@ def test_the_most_recently_used_chunks_are_read_first(make: Make, tmp_path: Path
     assert in_memory.warm_up().chunks_read == 0, "a store in memory is warm"
 
 
-def test_without_memory_chunks_are_read_and_dropped(
+def test_without_a_memory_tier_chunks_are_read_and_dropped(
     make: Make, tmp_path: Path, chunks: list[str], monkeypatch: Patch
 ) -> None:
     """So that the system's page cache has them. They are used in the same order as before."""
@@ -91,7 +95,7 @@ def test_a_wrong_model_is_refused_when_the_server_starts(make: Make) -> None:
         make(auxiliary="no-such-model", method="direct").warm_up()
 
 
-def test_an_auxiliary_that_is_damaged_is_only_logged(
+def test_an_auxiliary_that_cannot_be_loaded_is_only_logged(
     make: Make, tiny_models: Models, tmp_path: Path, caplog: Logs
 ) -> None:
     broken = shutil.copytree(tiny_models["auxiliary"], tmp_path / "auxiliary")

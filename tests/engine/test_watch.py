@@ -89,7 +89,7 @@ class TestWatch:
         assert list(ask(engine, least).token_ids) != ids
 
     @pytest.mark.parametrize("is_sure", [True, False])
-    def test_sure_answers_stay_and_so_do_those_without_room(
+    def test_a_sure_answer_stays_as_it_is_and_so_does_one_without_room(
         self, make: Make, monkeypatch: Patch, is_sure: bool
     ) -> None:
         engine = make()

@@ -350,7 +350,7 @@ class TestBlockAttention:
         window=st.sampled_from([None, 1, 5]),
         span=st.sampled_from([None, 4]),
     )
-    def test_blocks_beside_do_not_meet(
+    def test_side_by_side_blocks_do_not_meet(
         self, lengths: list[tuple[int, int]], window: int | None, span: int | None
     ) -> None:
         """Stretches laid side by side give what each gives alone."""

@@ -121,7 +121,7 @@ class TestReuse:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(("language", "form"), IN_FORMS.items())
-    def test_texts_in_other_forms_are_reused_or_counted(
+    def test_a_text_in_another_form_is_reused_or_counted(
         self, polyglot: CacheClipEngine, language: str, form: str
     ) -> None:
         """Whichever tokens are alike: most of the text is reused, or it is a miss with all of its tokens."""
@@ -302,7 +302,7 @@ class TestTokenIds:
     )
 
     @pytest.mark.parametrize("messages", MESSAGES)
-    def test_are_transformers_own(
+    def test_they_are_those_of_transformers(
         self, engine: CacheClipEngine, tiny_models: Models, messages: list[dict[str, str]]
     ) -> None:
         engine.precompute(TEXTS)

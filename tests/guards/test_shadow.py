@@ -212,7 +212,9 @@ class TestPromise:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("requires", [False, True])
-    def test_broken_one_is_told_and_if_required_ends_reuse(self, promising: Make, caplog: Logs, requires: bool) -> None:
+    def test_a_broken_one_is_told_and_if_required_ends_reuse(
+        self, promising: Make, caplog: Logs, requires: bool
+    ) -> None:
         engine = promising(require_certificate=requires, prefix_cache_bytes=0)
         texts, warned = [], []
         for _ in range(7):

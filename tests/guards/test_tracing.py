@@ -60,7 +60,7 @@ def test_phases_longer_than_the_answer_end_with_it(spans: InMemorySpanExporter) 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_answers_stand_in_the_callers_span(
+async def test_an_engines_answers_stand_in_the_callers_span(
     spans: InMemorySpanExporter, tiny_models: dict[str, str], streamed: bool
 ) -> None:
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])

@@ -228,7 +228,9 @@ class TestConversation:
         assert values['prompt_tokens_total{source="store"}'] == 0
 
     @pytest.mark.parametrize("name", ["phi3-longrope", "llama-rope-dynamic"])
-    def test_nothing_is_kept_beyond_a_rope_limit(self, tiny_models: Models, name: str, monkeypatch: Patch) -> None:
+    def test_nothing_is_kept_of_what_crosses_a_rope_limit(
+        self, tiny_models: Models, name: str, monkeypatch: Patch
+    ) -> None:
         runtime = load_model(tiny_models[name])
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
         engine = make_engine(tiny_models[name], tiny_models["auxiliary"])

@@ -134,7 +134,9 @@ class TestRopesThatDependOnLength:
         assert len(pins) == 2 and all("up to" in pin for pin in pins), "it is a part of the key"
         assert "up to" not in rope_pin(LlamaConfig())
 
-    def test_last_token_that_is_reused_and_the_first_that_is_not(self, tiny_models: Models, chunks: list[str]) -> None:
+    def test_the_last_token_that_is_reused_and_the_first_that_is_not(
+        self, tiny_models: Models, chunks: list[str]
+    ) -> None:
         """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
         folder = tiny_models["phi3-longrope"]
         engine = CacheClipEngine(

@@ -112,7 +112,7 @@ def test_an_engine_says_once_what_it_chose(monkeypatch: Patch, checkpoints: dict
     assert load_model(checkpoints["bfloat16"], dtype="auto", device="auto") is engine.primary
 
 
-def test_one_store_serves_chosen_and_named_ones(
+def test_one_store_serves_what_is_chosen_and_what_is_named(
     monkeypatch: Patch, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     on(monkeypatch, bfloat16=True)

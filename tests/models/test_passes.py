@@ -227,7 +227,9 @@ class TestModels:
         # rotary modules that change their frequencies with the length of each pass, and one that does not
         [("llama-rope-dynamic", False), ("phi3-longrope", False), ("llama", True)],
     )
-    def test_pinned_rotary_modules_have_a_pass_alone(self, tiny_models: dict[str, str], name: str, meets: bool) -> None:
+    def test_pinned_rotary_modules_have_each_pass_for_themselves(
+        self, tiny_models: dict[str, str], name: str, meets: bool
+    ) -> None:
         runtime = load_model(tiny_models[name])  # without an engine, whose prompts take turns
         ids = torch.arange(5, 25)
         barrier = threading.Barrier(2, timeout=30 if meets else 0.5)

@@ -310,7 +310,9 @@ class TestChunkedAttention:
     def folder(self, tmp_path: Path) -> str:
         return looked_at(tmp_path, "llama4_text", floor_scale=128)
 
-    def test_plain_prefill_from_where_queries_are_scaled(self, folder: str, tiny_models: Models) -> None:
+    def test_prompts_are_prefilled_in_full_from_where_queries_are_scaled(
+        self, folder: str, tiny_models: Models
+    ) -> None:
         case = make_case(folder, tiny_models["auxiliary"], CHUNKS[:3])
         assert case.runtime.reuse_tokens == 127 < case.layout.num_tokens
         fused = prefilled(case.engine, [span.segment for span in case.layout.spans], "direct")
@@ -387,7 +389,7 @@ def test_a_proof_that_sees_no_wrong_positions_is_none(home: Path, tiny_models: M
 
 class TestVerdict:
     @pytest.mark.long
-    def test_is_of_these_weights_and_versions(
+    def test_is_kept_for_these_weights_and_versions(
         self, home: Path, tmp_path: Path, monkeypatch: Patch, caplog: Logs
     ) -> None:
         """The tiny model's for its class and config."""
@@ -427,7 +429,9 @@ class TestVerdict:
         assert load(first) == ["twin", "own"]
 
     @pytest.mark.long
-    def test_a_check_that_fails_for_every_seed(self, home: Path, tiny_models: Models, monkeypatch: Patch) -> None:
+    def test_a_check_is_wrong_if_it_fails_for_every_seed(
+        self, home: Path, tiny_models: Models, monkeypatch: Patch
+    ) -> None:
         """Experts are tied by chance, in another check for each seed."""
         original, last = proof._gaps, proof._SEEDS[-1]
         tied = dict(zip(proof._SEEDS, ["prefill", "steps", "decoding", "stored"], strict=True))

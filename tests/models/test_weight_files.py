@@ -183,7 +183,7 @@ class TestEmbeddingModel:
 class TestFilesMayChange:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_a_running_one_keeps_them(
+    def test_a_running_engine_keeps_its_weights(
         self, tiny_models: dict[str, str], folder: Path, tmp_path: Path, dtype: str
     ) -> None:
         """The new version is copied over the old one, byte by byte, while both models are in use."""

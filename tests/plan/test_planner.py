@@ -80,7 +80,9 @@ class TestPlan:
             assert pieces == {span.start: own[span] if span in some.reused else None for span in plan.layout.spans}
 
     @pytest.mark.parametrize(("parts", "stored"), [([5], True), ([4], False), ([2, 3], True), ([3, 1], False)])
-    def test_half_of_a_missing_text_is_stored(self, engine: CacheClipEngine, parts: list[int], stored: bool) -> None:
+    def test_half_of_a_missing_text_is_stored_and_less_is_not(
+        self, engine: CacheClipEngine, parts: list[int], stored: bool
+    ) -> None:
         """Of a text of ten tokens, all its parts together."""
         engine.precompute(CHUNKS)
         plan = engine.plan(rag(CHUNKS))

@@ -116,7 +116,9 @@ def index(chunks: list[str]) -> TextIndex:
 @pytest.mark.some(5)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("text", ["", "harmless", EVIL, "two\n\nlines ", '"\\', "é\u2063", "\U000f0000 \U00100001"])
-def test_the_prompt_is_what_the_template_makes(tiny_models: Any, index: TextIndex, template: str, text: str) -> None:
+def test_the_prompt_is_what_the_template_makes_of_the_real_contents(
+    tiny_models: Any, index: TextIndex, template: str, text: str
+) -> None:
     render, messages = rendering(tiny_models["llama"], TEMPLATES[template]), conversation(text, template)
     segments = segment_chat(messages, render, index)
     assert "".join(segment.text for segment in segments) == render(messages)
@@ -210,7 +212,9 @@ CHANNELS = (
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", None, "Hm."),
     ],
 )
-def test_reasoning_in_channels(tiny_models: Any, index: TextIndex, content: Any, reasoning: Any, thinking: str) -> None:
+def test_reasoning_before_calls_in_channels(
+    tiny_models: Any, index: TextIndex, content: Any, reasoning: Any, thinking: str
+) -> None:
     render = rendering(tiny_models["llama"], CHANNELS)
     calling = {"role": "assistant", "content": content, "tool_calls": CALL}
     ask, result = {"role": "user", "content": "How tall?"}, {**RESULT, "content": "Nine."}
@@ -246,7 +250,9 @@ ONE_CALL = (
 
 @pytest.mark.parametrize("template", [ONE_CALL, CHANNELS], ids=["refused", "forgotten"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_several_calls_for_a_template_of_one(tiny_models: Any, index: TextIndex, template: str, order: Any) -> None:
+def test_several_calls_where_a_template_writes_one(
+    tiny_models: Any, index: TextIndex, template: str, order: Any
+) -> None:
     """Each stands before its result."""
     render = rendering(tiny_models["llama"], template)
     calls = [{**CALL[0], "id": f"abc123de{n}", "function": {"name": f"f{n}", "arguments": {"a": n}}} for n in range(2)]
@@ -326,7 +332,9 @@ DROPPING = GEMMA.replace("{{ raise_exception('System role not supported') }}", "
 @pytest.mark.parametrize(
     ("roles", "first"), [("su", "01"), ("suau", "01"), ("suuau", "012"), ("ssu", "012"), ("uasu", "20")]
 )
-def test_without_a_system_role(tiny_models: Any, monkeypatch: Any, template: str, roles: str, first: str) -> None:
+def test_a_template_without_a_system_role(
+    tiny_models: Any, monkeypatch: Any, template: str, roles: str, first: str
+) -> None:
     """The system prompt opens the user's first message, as Gemma 3's template writes it: neither framework nor client
     can know what a template takes."""
     messages, engine = turns_of(roles, f". {EVIL}"), engine_with(template, tiny_models, monkeypatch)

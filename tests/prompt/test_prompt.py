@@ -38,7 +38,9 @@ def special_ids(runtime: ModelRuntime) -> set[int]:
 
 
 class TestChat:
-    def test_the_template_is_around(self, runtime: ModelRuntime, index: TextIndex, chunks: Any, question: str) -> None:
+    def test_user_message_with_the_template_around(
+        self, runtime: ModelRuntime, index: TextIndex, chunks: Any, question: str
+    ) -> None:
         segments = segment_chat(user(f"{chunks[0]}\n\n{chunks[1]}\n\n{question}"), runtime.render_chat, index)
         assert segments == [
             Fresh("<|im_start|>system\nYou answer questions.<|im_end|>\n<|im_start|>user\n", control=True),

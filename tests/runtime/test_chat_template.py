@@ -180,7 +180,9 @@ class TestOthers:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("chat", CHATS)
     @pytest.mark.parametrize("name", PLAIN)
-    def test_as_transformers_does(self, runtime: ModelRuntime, monkeypatch: Patch, name: str, chat: str) -> None:
+    def test_are_rendered_as_transformers_does(
+        self, runtime: ModelRuntime, monkeypatch: Patch, name: str, chat: str
+    ) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", PLAIN[name])
         for tools in (None, [TOOL]):
             assert runtime.render_chat(CHATS[chat], tools=tools or ()) == as_transformers(runtime, CHATS[chat], tools)

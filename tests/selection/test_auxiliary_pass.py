@@ -57,7 +57,7 @@ def test_of_a_long_question_the_last_tokens(asked: Asked) -> None:
     assert asked.looks[0][0] == found
 
 
-def test_a_chunk_that_cannot_be_read_is_computed_behind_its_prefix(
+def test_a_chunk_that_cannot_be_read_is_computed_behind_its_own_prefix(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here and now, with the very KV that was stored: the scores stay what they are."""

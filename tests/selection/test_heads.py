@@ -161,7 +161,9 @@ class TestEngine:
         with pytest.raises(ModelError, match="does not have"):
             _ = CacheClipEngine(config).head_set
 
-    def test_where(self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_it_is_looked_for(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The pair's, then the package's, then none."""
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")

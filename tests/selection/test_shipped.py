@@ -128,7 +128,7 @@ class TestOtherWeights:
         one, two = (engine.parts.certificates.identity(engine.make_method("cacheclip")) for engine in engines)
         assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
 
-    def test_a_planner_without_weights_has_it(
+    def test_a_planner_without_the_primarys_weights_has_it(
         self, heads: HeadSet, other: Path, tiny_models: Models, tmp_path: Path
     ) -> None:
         """Without a head set, the default method would need the primary's weights, and the planner would refuse."""

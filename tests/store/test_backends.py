@@ -134,7 +134,9 @@ class TestDiskBackend(BackendConformance):
         [(None, 0o700, 0o600), (0o755, 0o700, 0o600), (0o770, 0o770, 0o660), (0o777, 0o700, 0o600)],
         ids=["new", "own", "shared with a group", "of everyone"],
     )
-    def test_for_its_owner_alone(self, tmp_path: Path, before: int | None, of_folders: int, of_files: int) -> None:
+    def test_for_its_owner_alone_unless_the_folder_was_made_for_a_group(
+        self, tmp_path: Path, before: int | None, of_folders: int, of_files: int
+    ) -> None:
         """Stored KV tells what the documents say."""
         tmp_path.chmod(0o775)
         root = tmp_path / "in a new folder" / "store"

@@ -52,7 +52,9 @@ class TestMissing:
 
 class TestUnusable:
     @pytest.mark.parametrize("content", [b"this is no database, " * 100, os.urandom(20_000)], ids=["text", "noise"])
-    def test_reads_go_on_with_one_warning(self, store: TenantStore, folder: Path, caplog: Any, content: bytes) -> None:
+    def test_reads_go_on_without_it_with_one_warning(
+        self, store: TenantStore, folder: Path, caplog: Any, content: bytes
+    ) -> None:
         store.close()
         remove_catalog(folder)
         (folder / "catalog.sqlite3").write_bytes(content)
@@ -127,7 +129,9 @@ class TestReadOnly:
         assert read_only.get(key(1)) is None and "could not be removed" in caplog.text
         assert path_of(folder, 1).exists() and is_intact(read_only, 2)
 
-    def test_new_after_a_restart(self, store: TenantStore, folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_what_others_store_is_seen_after_a_restart(
+        self, store: TenantStore, folder: Path, tmp_path: Path, monkeypatch: Any
+    ) -> None:
         """On a read-only mount, where SQLite cannot make the shared memory of its write-ahead log."""
         store.close()
         mounted = tmp_path / "mounted"

@@ -93,7 +93,9 @@ DAMAGE: dict[str, Change] = {
 
 class TestDamage:
     @pytest.mark.parametrize("kind", DAMAGE)
-    def test_is_a_miss_and_is_removed(self, store: TenantStore, folder: Path, kind: str, caplog: Any) -> None:
+    def test_is_a_miss_with_one_warning_and_removed(
+        self, store: TenantStore, folder: Path, kind: str, caplog: Any
+    ) -> None:
         path_of(folder, 1).write_bytes(DAMAGE[kind](path_of(folder, 1).read_bytes(), path_of(folder, 2).read_bytes()))
         if [*DAMAGE].index(kind) % 2:
             store.close()
@@ -126,7 +128,9 @@ class TestDamage:
     @pytest.mark.parametrize(
         "error", [OSError(5, "disk"), PermissionError(13), OSError(24, "files"), MemoryError()], ids=repr
     )
-    def test_trouble_loses_nothing(self, store: TenantStore, error: Exception, monkeypatch: Any, caplog: Any) -> None:
+    def test_trouble_while_reading_loses_nothing(
+        self, store: TenantStore, error: Exception, monkeypatch: Any, caplog: Any
+    ) -> None:
         """An error of the disk says nothing about the file: a miss, one warning, and the entry stays."""
 
         def fail(*arguments: object, **options: object) -> None:
@@ -190,7 +194,9 @@ def replace(path: Path, kind: str) -> None:
 
 class TestNoFile:
     @pytest.mark.parametrize("kind", STRANGE)
-    def test_in_place_of_a_payload_is_a_miss(self, store: TenantStore, first: Path, kind: str, caplog: Any) -> None:
+    def test_in_place_of_a_payload_is_a_miss_and_goes(
+        self, store: TenantStore, first: Path, kind: str, caplog: Any
+    ) -> None:
         """No waiting for a pipe's writer, no link out of the store, no memory for a file of a terabyte."""
         replace(first, kind)
         got: list[object] = []
@@ -208,7 +214,9 @@ class TestNoFile:
         assert is_intact(store, 1)
 
     @pytest.mark.parametrize("kind", STRANGE)
-    def test_opening_does_not_wait_for_it(self, store: TenantStore, first: Path, folder: Path, kind: str) -> None:
+    def test_listing_and_opening_do_not_wait_for_it(
+        self, store: TenantStore, first: Path, folder: Path, kind: str
+    ) -> None:
         """Even if the catalog is missing, so that every payload's header is read."""
         replace(first, kind)
         store.close()
@@ -225,7 +233,9 @@ class TestInHand:
 
     @pytest.mark.parametrize("tokens", [4, 50_000], ids=["small", "large"])
     @pytest.mark.parametrize("how", ["os.truncate(path, 100)", "open(path, 'r+b').write(bytes(os.path.getsize(path)))"])
-    def test_a_changed_file_neither_kills_nor_changes(self, folder: Path, tokens: int, how: str) -> None:
+    def test_cutting_off_or_overwriting_the_file_neither_kills_nor_changes(
+        self, folder: Path, tokens: int, how: str
+    ) -> None:
         """In a process of its own: what is mapped and cut off ends the process with SIGBUS."""
         program = f"""
 folder = Path({str(folder)!r})

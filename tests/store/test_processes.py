@@ -260,7 +260,9 @@ class TestAtOnce:
         put(store, 1, 2)
         return store, opened(folder)
 
-    def test_a_larger_one_is_no_damage(self, both: Both, folder: Path, monkeypatch: Any, caplog: Any) -> None:
+    def test_a_payload_that_was_replaced_by_a_larger_one_is_not_damaged(
+        self, both: Both, folder: Path, monkeypatch: Any, caplog: Any
+    ) -> None:
         """Its entry still says the older size."""
         reader, writer = both
         finish, seen = writer.catalog.announcements.finish, []
@@ -274,7 +276,9 @@ class TestAtOnce:
         assert seen == [True] and "damaged" not in caplog.text
         assert is_intact(reader, 1, tokens=600) and agree(reader, folder)
 
-    def test_evicted_and_written_while_it_is_read(self, both: Both, folder: Path, monkeypatch: Any) -> None:
+    def test_an_entry_that_was_evicted_and_written_again_while_it_was_read(
+        self, both: Both, folder: Path, monkeypatch: Any
+    ) -> None:
         reader, writer = both
         find = reader.chunk_store.tiers.find
 
@@ -290,7 +294,9 @@ class TestAtOnce:
         assert agree(reader, folder) and is_intact(reader, 1)
 
     @pytest.mark.parametrize("how", ["delete", "release", "damaged", "drop"])
-    def test_written_while_it_is_deleted(self, both: Both, folder: Path, monkeypatch: Any, how: str) -> None:
+    def test_what_is_written_while_it_is_deleted_has_an_entry_or_no_payload(
+        self, both: Both, folder: Path, monkeypatch: Any, how: str
+    ) -> None:
         deleting, writer = both
         if how == "damaged":
             path_of(folder, 1).write_bytes(b"garbage")

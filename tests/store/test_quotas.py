@@ -29,7 +29,9 @@ LIMITS: list[tuple[str, int | None, int | None, bool]] = [
 @pytest.mark.some(3)
 @pytest.mark.parametrize("medium", ["memory", "disk"])
 @pytest.mark.parametrize(("quota", "limit", "fits"), [row[1:] for row in LIMITS], ids=[row[0] for row in LIMITS])
-def test_too_large_costs_nobody(tmp_path: Path, medium: str, quota: int | None, limit: int | None, fits: bool) -> None:
+def test_what_is_too_large_is_not_stored_and_costs_nobody_anything(
+    tmp_path: Path, medium: str, quota: int | None, limit: int | None, fits: bool
+) -> None:
     ours = opened(tmp_path if medium == "disk" else None)
     theirs = TenantStore(ours.chunk_store, "u")
     small, large = (ours.chunk_store.tiers.round_up(size(tokens)) for tokens in (SMALL, LARGE))

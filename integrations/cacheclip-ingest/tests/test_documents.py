@@ -52,7 +52,9 @@ def test_missing_path_is_an_error(tmp_path: Path) -> None:
     ("reader", "name"),
     [("html_text", "a.html"), ("without_comments", "a.md"), ("cleaned", "a.txt"), ("decoded", "a.txt")],
 )
-def test_a_reader_fails_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str) -> None:
+def test_a_fault_of_a_reader_fails_one_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
+) -> None:
     """Only too little memory ends a run: no other file may be read then either."""
 
     def fail(*args: object) -> None:

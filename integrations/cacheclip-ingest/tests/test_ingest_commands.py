@@ -42,7 +42,9 @@ def stored(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str])
     return tmp_path / "store"
 
 
-def test_a_store_remembers_codec_and_context(cacheclip: Any, models: list[str], stored: Path, tmp_path: Path) -> None:
+def test_a_store_remembers_its_codec_and_what_its_chunks_are_behind(
+    cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
+) -> None:
     ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "context", *models)
     passages = settings(tmp_path, 'chunk_context = "passages"\ncodec = "int8"')
     assert cacheclip(*ingest, *passages, "--json").json["computed"] > 0
@@ -74,7 +76,9 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
 
 
 @pytest.mark.long
-def test_variables_of_templates(cacheclip: Any, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ask_gives_the_chat_template_its_variables(
+    cacheclip: Any, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream, given = CacheClipEngine.stream, list[Any]()
 
     def watched(engine: CacheClipEngine, *arguments: Any, **options: Any) -> Iterator[Event]:
@@ -122,13 +126,17 @@ def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
         (["--device", "abacus"], 2, "abacus"),
     ],
 )
-def test_ask_refuses_bad_options(cacheclip: Any, stored: Path, arguments: list[str], code: int, message: str) -> None:
+def test_ask_refuses_bad_options_in_one_line(
+    cacheclip: Any, stored: Path, arguments: list[str], code: int, message: str
+) -> None:
     result = cacheclip("ask", "Why?", "--store", stored, *arguments)
     assert (result.code, result.out) == (code, "")
     assert message in result.err and len(result.err.splitlines()) == 1
 
 
-def test_models_are_kept_by_absolute_paths(models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_in_the_present_folder_are_kept_by_their_absolute_paths(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next command may run in another folder."""
     monkeypatch.chdir(tmp_path)
     folder = models[models.index("--primary") + 1]
@@ -140,7 +148,9 @@ def test_models_are_kept_by_absolute_paths(models: list[str], tmp_path: Path, mo
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("strict", [False, True])
-def test_notes_are_strict(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], strict: bool) -> None:
+def test_notes_on_documents_are_said_and_count_if_strict(
+    cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], strict: bool
+) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "lease.pdf").write_bytes(pdf(chunks[0], "", "Signed on 3 March."))
@@ -183,7 +193,9 @@ def test_a_run_that_finds_nothing_ends_with_one(cacheclip: Any, stored: Path, tm
 
 
 @pytest.mark.long
-def test_a_limit_too_small_for_a_run_is_said(cacheclip: Any, stored: Path, models: list[str], tmp_path: Path) -> None:
+def test_a_limit_too_small_for_a_run_is_said_before_and_after(
+    cacheclip: Any, stored: Path, models: list[str], tmp_path: Path
+) -> None:
     """Documents whose chunk caches do not fit: the dry run warns, the run warns and exits with 1."""
     corpus, store = stored.parent / "corpus", tmp_path / "small"
     limit = cacheclip("store", "stats", "--store", stored, "--json").json["bytes"] // 2
@@ -220,7 +232,7 @@ def test_a_damaged_library_is_refused_and_repaired(cacheclip: Any, stored: Path,
     assert mended.code == 0 and (mended.json["added"], mended.json["computed"]) == (1, 0)
 
 
-def test_failed_fixes_nothing(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str]) -> None:
+def test_a_failed_one_fixes_no_settings(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str]) -> None:
     corpus, store, wrong = tmp_path / "corpus", tmp_path / "store", tmp_path / "wrong"
     corpus.mkdir()
     wrong.mkdir()

@@ -79,7 +79,9 @@ def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Works
 
 @pytest.mark.parametrize("lacks", ["embedding", "auxiliary"])
 @pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
-def test_missing_models_come_first(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, lacks: str, dry: bool) -> None:
+def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_computed(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, lacks: str, dry: bool
+) -> None:
     """Also one that is needed at the end of a run."""
     computed: list[Any] = []
     runtime = type(workshop.engine.primary)
@@ -120,7 +122,9 @@ def test_opening_a_library_that_is_not_there_says_what_to_do(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("overlap", [0, 8])
-def test_passages_within_size_cover_the_text(tiny_models: dict[str, str], chunks: list[str], overlap: int) -> None:
+def test_passages_are_within_size_and_cover_the_text(
+    tiny_models: dict[str, str], chunks: list[str], overlap: int
+) -> None:
     from cacheclip_rag.models import load_model
 
     runtime = load_model(tiny_models["llama"])

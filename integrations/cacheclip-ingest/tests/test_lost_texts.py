@@ -25,7 +25,9 @@ def full() -> StoreError:
 @pytest.mark.some(3)
 @pytest.mark.parametrize("error", [full, KeyboardInterrupt])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_documents_lose_is_released(workshop: Workshop, change: str, error: Callable[[], BaseException]) -> None:
+def test_what_documents_lose_is_released_in_the_end(
+    workshop: Workshop, change: str, error: Callable[[], BaseException]
+) -> None:
     """Two documents lose texts; the release of each text fails once, and later texts wait for the run after."""
     for name in ("c.txt", "d.txt", "e.txt"):  # more than are lost: else the run would ask
         workshop.write(name, f"A text of {name} that no other document has, and that nobody takes away.")

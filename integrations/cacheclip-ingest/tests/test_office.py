@@ -157,7 +157,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize(("suffix", "module"), [(".docx", "mammoth"), (".pptx", "pptx"), (".xlsx", "openpyxl")])
-def test_in_a_folder_where_installed(suffix: str, module: str, tmp_path: Path, without: Callable[[str], None]) -> None:
+def test_in_a_folder_they_are_read_where_that_is_installed(
+    suffix: str, module: str, tmp_path: Path, without: Callable[[str], None]
+) -> None:
     file = tmp_path / f"a{suffix}"
     file.write_bytes({".docx": lambda: docx(paragraph(run("It."))), ".pptx": pptx, ".xlsx": xlsx}[suffix]())
     told: list[str] = []

@@ -147,7 +147,9 @@ class TestStages:
         encode.engine.close()
         assert verify(url)["missing"] == 0 and gc(url, grace_s=0)["deleted"] == 0
 
-    def test_threads_that_share_an_engine_get_own_rows(self, encode: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_threads_that_share_an_engine_get_the_rows_of_their_tables(
+        self, encode: Encode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         precompute = CacheClipEngine.precompute
 
         def slow(self: CacheClipEngine, *texts: Any, **options: Any) -> int:
@@ -162,7 +164,9 @@ class TestStages:
         rows = [[(row["document"], row["version"], row["computed"]) for row in rows] for rows in made]
         assert rows == [[(f"d{n}", f"version {n}", 1)] for n in range(len(CHUNKS))]
 
-    def test_documents_problems(self, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_is_wrong_with_documents_comes_back(
+        self, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """As rows that are committed as nothing; a document that failed has no other rows."""
         good, long = f"{CHUNKS[0]}\n\n![plan](plan.png)\n", "word " * 2700  # one text too long, and one that is not
         contents = {"long.md": long, "good.md": good, "bad.md": "\0\1", "empty.md": ""}
@@ -257,7 +261,9 @@ class TestJob:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("confirmed", [True, False])
-    def test_failed_listing(self, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch, confirmed: bool) -> None:
+    def test_a_listing_that_fails_half_way(
+        self, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch, confirmed: bool
+    ) -> None:
         """Nothing is gone; what was listed, and what stands elsewhere, is ingested."""
         job.put(*CHUNKS[:3])
         job.run()
@@ -459,7 +465,9 @@ def on_ray(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @on_ray
-def test_ray_survives_a_death(ray_cluster: Path, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_on_ray_survives_a_killed_worker(
+    ray_cluster: Path, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its batch runs again, and every text is there once."""
     for number in range(12):
         (documents / f"more {number}.txt").write_text(f"{number} is another number. {CHUNKS[number % 4]}")
@@ -493,7 +501,9 @@ def test_what_is_wrong_with_documents_comes_back_from_ray(ray_cluster: Path, job
 
 
 @on_ray
-def test_an_error_in_one_line(ray_cluster: Path, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_of_ray_raises_is_one_line(
+    ray_cluster: Path, job: Job, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cacheclip_ingest.shared.Encode", FailingEncode)
     with pytest.raises(CacheClipError, match=r"^a worker of Ray failed: planted, over. What is committed stays"):
         job.run(documents, engine="ray", workers=4)

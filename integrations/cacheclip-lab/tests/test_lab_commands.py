@@ -60,7 +60,9 @@ def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) ->
     assert len(result.out.splitlines()) == 1
 
 
-def test_bench_shows_all_ratios(cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_shows_all_three_ratios(
+    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     result = cacheclip(
         *("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,query_attention"),

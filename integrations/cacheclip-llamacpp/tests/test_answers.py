@@ -180,7 +180,9 @@ class TestEarlierPrompts:
 
     @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
-    def test_no_prompt_computes_more(self, make: MakeEngine, method: str, planted: bool, monkeypatch: Any) -> None:
+    def test_no_prompt_computes_more_than_plain_prefill(
+        self, make: MakeEngine, method: str, planted: bool, monkeypatch: Any
+    ) -> None:
         engine, chunks = make(method=method, recompute_ratio=0.9), [*CHUNKS, *(" ".join(CHUNKS[n:]) for n in range(2))]
         engine.precompute(chunks)
         counted, decode = list[int](), Context.decode_many

@@ -44,7 +44,9 @@ class TestRotation:
                 for own, theirs in zip(each.tables(positions)[:2], expected[layer][:2], strict=True):
                     assert float((own - theirs).abs().max()) < 0.02
 
-    def test_another_is_not_taken(self, make: MakeEngine, architecture: str, monkeypatch: Any, caplog: Any) -> None:
+    def test_of_another_kind_is_not_taken(
+        self, make: MakeEngine, architecture: str, monkeypatch: Any, caplog: Any
+    ) -> None:
         """Its keys then differ by more than a rotation, and nothing is corrected."""
         right = GgufWeights.rotates_pairs.fget
         monkeypatch.setattr(GgufWeights, "rotates_pairs", property(lambda self: not right(self)))  # type: ignore[misc]

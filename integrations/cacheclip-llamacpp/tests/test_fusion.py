@@ -60,7 +60,9 @@ class TestExactness:
         assert difference(engine, half, preset("direct")) > TOLERANCE
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_any_choice_of_tokens(self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any) -> None:
+    def test_any_choice_of_tokens_at_ratio_one_of_the_others(
+        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any
+    ) -> None:
         """Random layouts and spans: chunks repeated, in parts, beside one another. The same rows computed in another
         division into runs give the same logits, and a recomputed token is that of the prompt, not of its chunk."""
         chance = random.Random(seed)
@@ -78,7 +80,9 @@ class TestExactness:
         assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_runs_see_each_other(self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any) -> None:
+    def test_runs_of_a_call_see_each_other_as_stored(
+        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: Any
+    ) -> None:
         monkeypatch.setattr(model, "_CALL_TOKENS", 64)  # all in one
         chance = random.Random(seed)
         runtime = make(architecture).primary
@@ -320,7 +324,9 @@ class TestContext:
             runtime.prefill(ids, 5000)  # nothing is moved: memory holds one of the two contexts
 
     @pytest.mark.parametrize(("call", "fails"), FAILING_CALLS.values(), ids=FAILING_CALLS)
-    def test_a_context_that_cannot_grow_stays(self, make: MakeEngine, monkeypatch: Any, call: str, fails: Any) -> None:
+    def test_a_context_that_cannot_grow_stays_as_it_is(
+        self, make: MakeEngine, monkeypatch: Any, call: str, fails: Any
+    ) -> None:
         """Who wanted more has the error, and the answers under way go on."""
         engine = make()
         engine.precompute(CHUNKS)
@@ -368,7 +374,9 @@ class TestContext:
         assert context.dump(one, 0, 3) == written
 
     @pytest.mark.parametrize("is_live", [False, True])
-    def test_two_contexts_only_if_kv_is_moved(self, make: MakeEngine, monkeypatch: Any, is_live: bool) -> None:
+    def test_memory_holds_two_contexts_only_if_kv_is_moved(
+        self, make: MakeEngine, monkeypatch: Any, is_live: bool
+    ) -> None:
         runtime = make().primary
         state = runtime.prefill(torch.tensor([5, 6, 7]), 3)[0] if is_live else None
         order = recorded(monkeypatch, "llama_init_from_model", "llama_free")

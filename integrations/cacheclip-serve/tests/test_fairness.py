@@ -203,7 +203,9 @@ class TestQueue:
         assert len(asked.started) == len(sizes) and (queue.running, queue.waiting) == (0, 0)
 
 
-def test_who_leaves_keeps_the_place_till_the_thread_ends(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_keeps_the_place_until_the_thread_ends(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else those who leave at once have a prompt read each, beside one another."""
     at_work, gate = list[ServedQuestion](), threading.Event()
 

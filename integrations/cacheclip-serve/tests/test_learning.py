@@ -184,7 +184,7 @@ def test_another_tenants_prompts_count_for_nothing(learner: Learner, tmp_path: P
 
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("by_other", [False, True])
-def test_released_is_unseen(
+def test_what_was_released_counts_as_never_seen(
     learner: Learner, tmp_path: Path, forgets: bool, by_other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: fingerprints that stay."""
@@ -231,7 +231,9 @@ def test_a_store_without_room_has_no_row_of_it(learner: Learner, tmp_path: Path)
     assert not engine.metrics.snapshot().get("learned_texts_total")
 
 
-def test_a_full_store(learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_written_computes_nothing(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = learner()
 
     def refused(*_: object) -> None:

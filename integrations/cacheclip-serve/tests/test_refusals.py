@@ -184,7 +184,9 @@ def test_of_a_body_that_is_no_json(served: Served, body: bytes) -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_paths_stay_secret(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_tell_where_files_are(
+    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither errors nor statistics: messages for operators name the model by its path."""
     models = {"primary": tiny_models["llama-rope-dynamic"], "auxiliary": tiny_models["auxiliary"]}
     with running(EngineConfig(**models, store=tmp_path / "store", method="direct")) as found:

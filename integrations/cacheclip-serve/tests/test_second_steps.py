@@ -82,7 +82,9 @@ def test_a_prompt_of_several(small: Served, fails: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("step", ["decode_step", "decode_ids"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_event(small: Served, step: str, at: int, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_an_answer(
+    small: Served, step: str, at: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = small.chat().json()["choices"][0]["message"]["content"]
     with monkeypatch.context() as patch:
         fail_at(patch, small.engine.primary, step, at)
@@ -97,7 +99,9 @@ def test_an_event(small: Served, step: str, at: int, stream: bool, monkeypatch: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_after_a_complete_answer_take_none(small: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_a_complete_answer_takes_nothing_away(
+    small: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It fails when the reader asks for what follows the last event."""
     events = TransformersBackend._events
 
@@ -114,7 +118,9 @@ def test_errors_after_a_complete_answer_take_none(small: Served, stream: bool, m
 
 
 @pytest.mark.parametrize("fails", [0, 1])
-def test_closing_goes_on_after_a_failure(config: EngineConfig, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_goes_on_after_a_tenant_that_cannot_be_closed(
+    config: EngineConfig, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = TransformersBackend(replace(config, store=None))
     engines, closed = [backend.engine(name) for name in ("one", "two", "three")], list[CacheClipEngine]()
     close = CacheClipEngine.close

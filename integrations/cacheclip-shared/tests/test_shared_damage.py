@@ -539,7 +539,9 @@ def test_a_commit_that_fails_though_nobody_commits_is_given_up(scene: Scene, mon
 
 
 @some_of(3, data=JSON, name=["quota.json", "garbage.json"])
-def test_others_are_cleaned_and_counted_beside_a_damaged_file_of_ours(scene: Scene, name: str, data: bytes) -> None:
+def test_other_tenants_are_cleaned_and_counted_beside_a_damaged_file_of_ours(
+    scene: Scene, name: str, data: bytes
+) -> None:
     (scene.root / FOLDER / name).write_bytes(data)
     erase(scene.tenants["whole"], 0)
     scene.store.commit()

@@ -74,7 +74,9 @@ class TestMachines:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("sees", ["poll", "another process's poll", "new copy"])
-    def test_erasures_leave_memory(self, machine: Machine, tmp_path: Path, monkeypatch: Any, sees: str) -> None:
+    def test_what_another_machine_erases_leaves_memory(
+        self, machine: Machine, tmp_path: Path, monkeypatch: Any, sees: str
+    ) -> None:
         """With the next poll, also if another process of this machine took the rows already, or if the copy of the
         catalog was made anew since."""
         one, other = machine(), machine(memory_bytes=1 << 26)
@@ -138,7 +140,9 @@ class TestMachines:
         assert len(other.texts.index.find(rag_prompt(CHUNKS))) == hits(other) == len(CHUNKS)
         other.close()
 
-    def test_a_released_text_is_gone_and_its_payload_after_a_cleaning(self, machine: Machine, store_url: str) -> None:
+    def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(
+        self, machine: Machine, store_url: str
+    ) -> None:
         one, other = machine(), machine(memory_bytes=1 << 24)
         one.precompute(CHUNKS)
         shared(other).poll()
@@ -186,7 +190,9 @@ class TestMachines:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("kind", ["rows", "file", "columns"])
-    def test_what_somebody_made_up_is_not_taken(self, machine: Machine, store_url: str, kind: str) -> None:
+    def test_what_somebody_made_up_is_not_taken_and_changes_nothing_else(
+        self, machine: Machine, store_url: str, kind: str
+    ) -> None:
         """Rows; a file of the table that is damaged; a file of another table."""
         one, other = machine(), machine()
         one.precompute(CHUNKS)
@@ -427,7 +433,9 @@ class Saying(http.server.BaseHTTPRequestHandler):
         ((200, "", {}), "ETag"),
     ],
 )
-def test_no_answer_of_storage(machine: Machine, monkeypatch: Any, caplog: Any, says: Any, words: str) -> None:
+def test_what_is_no_answer_of_storage_is_one_line(
+    machine: Machine, monkeypatch: Any, caplog: Any, says: Any, words: str
+) -> None:
     """For who makes or cleans a store. A server that was started before goes on by plain prefill."""
     one = machine()
     one.precompute(CHUNKS)

@@ -94,7 +94,9 @@ def stored(store: TenantStore) -> tuple[bytes, str]:
 
 @pytest.mark.some(3)
 @some_of(2, is_known=[True, False], kind=DAMAGES)
-def test_the_next_write_replaces_what_is_damaged(machine: Make, kind: str, is_known: bool, caplog: Any) -> None:
+def test_the_next_write_of_its_key_replaces_what_is_damaged(
+    machine: Make, kind: str, is_known: bool, caplog: Any
+) -> None:
     """Until then it is a miss, and stays; storage is asked as ever. ``is_known``: the reader saw it whole before."""
     writer, reader = machine(), machine(memory_bytes=1 << 20)
     put(writer, 1, 3)

@@ -196,7 +196,9 @@ def each_step(root: Path, run: Callable[[Path, Steps], None], least: int) -> Non
 class TestCommit:
     @pytest.mark.some(3)
     @pytest.mark.parametrize(("name", "interrupted"), [*((name, False) for name in ACTS), ("put and release", True)])
-    def test_the_next_one_commits_it(self, prepared: Path, tmp_path: Path, name: str, interrupted: bool) -> None:
+    def test_what_waits_is_committed_by_the_next_one(
+        self, prepared: Path, tmp_path: Path, name: str, interrupted: bool
+    ) -> None:
         act = ACTS[name]
 
         def run(root: Path, steps: Steps) -> None:
@@ -221,7 +223,9 @@ class TestCommit:
         each_step(tmp_path, run, least=6)
 
     @pytest.mark.parametrize("way", ["text", "source"])
-    def test_what_is_released_stays_away(self, prepared: Path, tmp_path: Path, way: str, monkeypatch: Any) -> None:
+    def test_what_is_released_while_a_commit_fails_does_not_come_back(
+        self, prepared: Path, tmp_path: Path, way: str, monkeypatch: Any
+    ) -> None:
         one, other = machines(prepared, tmp_path)
         texts = ChunkTexts(one.tenants["t"])
         put(one.tenants["t"], 3, 4)
@@ -241,7 +245,9 @@ class TestCommit:
         assert one.there() == other.there() == {"t": [1, 2, 4], "u": [1, 2, 3]}
         close(one, other)
 
-    def test_who_commits_too_sees_a_failure(self, prepared: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_who_commits_at_the_same_time_sees_whether_the_other_one_failed(
+        self, prepared: Path, tmp_path: Path, monkeypatch: Any
+    ) -> None:
         """Else a text would count as released, and its removal wait for a thread."""
         one, other = machines(prepared, tmp_path)
         ChunkTexts(one.tenants["t"]).release([text(1)])
@@ -268,7 +274,9 @@ class TestCommit:
         assert one.there() == other.there() == {"t": [2], "u": [1, 2, 3]}
         close(one, other)
 
-    def test_who_leaves_commits_to_others_commits_what_it_releases(self, prepared: Path, tmp_path: Path) -> None:
+    def test_a_machine_that_leaves_commits_to_others_commits_what_it_releases(
+        self, prepared: Path, tmp_path: Path
+    ) -> None:
         one, other = machines(prepared, tmp_path)
         one.store.commits = False
         put(one.tenants["t"], 3)
@@ -318,7 +326,9 @@ def payloads(machine: Machine) -> dict[str, list[int]]:
 
 
 class TestFirstSight:
-    def test_garbage_had_no_row_for_the_whole_time(self, prepared: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def test_garbage_collection_deletes_what_it_saw_without_a_row_for_the_whole_time(
+        self, prepared: Path, tmp_path: Path, monkeypatch: Any
+    ) -> None:
         """However old a payload is: its row may have gone just now, or be about to be committed."""
         one, _ = machines(prepared, tmp_path)
         texts, clock = ChunkTexts(one.tenants["t"]), [time.time() + 9 * GRACE_S]

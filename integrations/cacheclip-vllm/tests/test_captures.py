@@ -384,7 +384,9 @@ class TestEncodingInVllm:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("planted", ["", "what comes before is lost", "it is refused"])
-    def test_an_untried_version(self, made: tuple[InVllm, Any], planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_version_that_was_never_tried(
+        self, made: tuple[InVllm, Any], planted: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """KV behind KV that was given back is compared before anything is stored."""
         llm, encoder = made
         monkeypatch.setattr(encoding, "is_tried", lambda: False)
@@ -404,7 +406,9 @@ class TestEncodingInVllm:
 
 class TestOptions:
     @pytest.mark.parametrize(("free", "found"), [(encoding._LEAST_MEMORY, True), (encoding._LEAST_MEMORY - 1, False)])
-    def test_memory_of_exchanges(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, found: bool) -> None:
+    def test_memory_for_what_is_exchanged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, found: bool
+    ) -> None:
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
         monkeypatch.setattr(encoding, "_SHARED_MEMORY", tmp_path)
         assert encoding._exchange() == (tmp_path if found else None)

@@ -70,7 +70,9 @@ def value(started: dict[str, Any], flag: str) -> str:
     return str(arguments[arguments.index(flag) + 1])
 
 
-def test_what_starts(started: dict[str, Any], models: list[str], tiny_models: dict[str, str], tmp_path: Path) -> None:
+def test_what_is_started(
+    started: dict[str, Any], models: list[str], tiny_models: dict[str, str], tmp_path: Path
+) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text('{"north-key-11": ["north", "south"]}')
     more = settings_file(tmp_path, 'recompute_ratio = 0.3\nshadow_rate = 0.25\n[serve]\nserved_name = "tiny"')
@@ -115,7 +117,9 @@ def test_what_vllm_is_told_of_devices_and_tools(started: dict[str, Any], models:
         (["--no-enable-auto-tool-choice", "--enable_auto_tool_choice"], True, False),
     ],
 )
-def test_its_switches(started: dict[str, Any], models: list[str], flags: list[str], calls: bool, metrics: bool) -> None:
+def test_switches_of_vllm(
+    started: dict[str, Any], models: list[str], flags: list[str], calls: bool, metrics: bool
+) -> None:
     """vLLM's parser takes beginnings of flags, and the last one counts."""
     run(*models, "--", *flags)
     settings = ServerSettings.of_environment(started["environment"])
@@ -205,7 +209,9 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
         ("[serve]\nmax_tokens = 4", "max_new_tokens"),
     ],
 )
-def test_idle_settings(started: dict[str, Any], models: list[str], tmp_path: Path, text: str, words: str) -> None:
+def test_settings_that_have_no_effect(
+    started: dict[str, Any], models: list[str], tmp_path: Path, text: str, words: str
+) -> None:
     done = run(*models, *settings_file(tmp_path, text))
     assert isinstance(done.exception, ConfigurationError) and words in str(done.exception), done.exception
     assert not started

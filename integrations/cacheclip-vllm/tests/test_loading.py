@@ -131,7 +131,9 @@ class TestLoads:
             parts.close()  # a thread follows a shared store
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_heads_of_one_worker_of_2(self, made: dict[str, Any], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_heads_of_one_of_two_workers(
+        self, made: dict[str, Any], rank: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         reduced = []
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: reduced.append(count.tolist()))
         worker = Worker(made, "corrected", rank, 2)
@@ -190,7 +192,9 @@ class TestLoads:
         assert [each.rows for _, each in found] == [*rows.values()]
         worker.check(0, *((starts[name], blocks[name]) for name in "bcd"))
 
-    def test_a_step_does_not_wait_for_what_is_read(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_step_does_not_wait_for_what_is_being_read(
+        self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         gate, get = threading.Event(), StoreReader.get
 
         def late(*args: Any, **options: Any) -> Any:

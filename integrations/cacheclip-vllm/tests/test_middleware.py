@@ -135,7 +135,9 @@ class TestPlans:
         expected = tokenizer(shown, add_special_tokens=False)["input_ids"]
         assert served.inner.last["kv_transfer_params"]["prompt_token_ids"] == expected
 
-    def test_the_connector_takes(self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_connector_takes_them_and_no_others(
+        self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         served.ask()
         given = served.inner.last["kv_transfer_params"][PARAMETER]
         runtime, ids = load_planning(config.primary), plan_of(served.inner.last).token_ids
@@ -229,7 +231,9 @@ class TestNullContents:
         assert served.inner.last["messages"][1]["content"] is None
 
     @pytest.mark.parametrize("template", [PARTS, PARTS.replace(" or 'EMPTY'", "")], ids=["differs", "same"])
-    def test_a_template_that_loops(self, served: Served, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_template_that_loops_over_parts(
+        self, served: Served, template: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         runtime = served.middleware.planning.planner("default").primary
         monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
         assert self.ask(served, "")["outcome"] == "fused"
@@ -295,7 +299,9 @@ class TestAsItIs:
         assert caplog.text.count("because planning failed: RuntimeError: the disk is gone") == 1
         assert metric(served, 'plain_total{reason="planning failed"}') == before + 2
 
-    def test_paths_stay_secret(self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_tells_where_files_are(
+        self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         runtime = served.middleware.planning.planner("default").primary
         monkeypatch.setattr(runtime, "reuse_tokens", 100)
         name = Path(config.primary).name
@@ -371,7 +377,9 @@ class TestRefusals:
             ({"bad_words": [], "seed": 0, "stream": False}, {"bad_words": [], "seed": 0, "stream": False}),
         ],
     )
-    def test_what_vllm_refuses_in_its_words(self, served: Served, given: dict[str, Any], sent: dict[str, Any]) -> None:
+    def test_what_vllm_does_not_take_is_said_in_its_words(
+        self, served: Served, given: dict[str, Any], sent: dict[str, Any]
+    ) -> None:
         for ask in (served.ask, served.complete):
             assert ask(**given).status_code == 200
             own = {"messages", "prompt", "kv_transfer_params", "cache_salt"}
@@ -584,7 +592,9 @@ class TestStreams:
         assert metric(served, 'outcomes_total{outcome="aborted"}') == aborted + 1
 
 
-def test_the_server_closes_though_an_answer_goes_on(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_closes_though_an_answer_does_not_end(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM closes its server when its engine is gone, and never ends what the engine left."""
     monkeypatch.setattr("cacheclip_vllm.middleware._CLOSING_S", 0.1)
     with running(settings) as served:
@@ -599,7 +609,9 @@ def test_the_server_closes_though_an_answer_goes_on(settings: ServerSettings, mo
 
 
 @pytest.mark.parametrize("stated", [None, "7"])
-def test_connections_outlive(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch, stated: str | None) -> None:
+def test_connections_are_kept_for_longer_than_vllm_keeps_them(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch, stated: str | None
+) -> None:
     """Unless vLLM's own variable says how long."""
     monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
     if stated is not None:
@@ -654,7 +666,9 @@ class TestStreamReply:
 
 class TestKeys:
     @pytest.mark.parametrize("key", [None, "wrong-key-11", NORTH[:-1]])
-    def test_without_one_it_is_plain(self, guarded: Served, key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_one_nothing_happens(
+        self, guarded: Served, key: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         planned: list[Any] = []
         monkeypatch.setattr(Planner, "plan", lambda *a, **o: planned.append(a))
         came = len(guarded.inner.bodies), len(guarded.inner.paths)

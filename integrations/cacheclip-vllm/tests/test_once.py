@@ -19,7 +19,9 @@ def test_an_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_made_up_errors_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_requests_make_up_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(once, "_MOST", 3)
     warn = once.WarnOnce(logging.getLogger("once"))
     with caplog.at_level(logging.WARNING, "once"):

@@ -62,7 +62,9 @@ def test_a_load_ends_with_the_step_that_fails(made: dict[str, Any], method: str)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_others_go_on_after_a_failed_pass(made: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_go_on_after_a_pass_that_fails(
+    made: dict[str, Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = Worker(made, "epic", max_rows=60)
     one = worker.block_ids
     other = tuple(sorted({*range(BLOCKS)} - {*one})[: len(one)])

@@ -19,7 +19,9 @@ from vllm_cases import CHECKPOINTS
 
 
 @pytest.mark.parametrize(("file", "given", "kv"), CHECKPOINTS)
-def test_checkpoint(tiny_models: dict[str, str], tmp_path: Path, file: str, given: dict[str, Any], kv: str) -> None:
+def test_what_a_checkpoint_says(
+    tiny_models: dict[str, str], tmp_path: Path, file: str, given: dict[str, Any], kv: str
+) -> None:
     folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
     content = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
     (folder / file).write_text(json.dumps({**content, **given}))
@@ -49,7 +51,9 @@ def test_checkpoint(tiny_models: dict[str, str], tmp_path: Path, file: str, give
     ],
     ids=str,
 )
-def test_of_an_untried_version(monkeypatch: pytest.MonkeyPatch, where: str, names: str, lacks: list[str]) -> None:
+def test_what_an_untried_version_lacks(
+    monkeypatch: pytest.MonkeyPatch, where: str, names: str, lacks: list[str]
+) -> None:
     """Parameters of functions; of classes members, fields and what their instances are given."""
     monkeypatch.setattr(internals, "INTERNALS", (internals.Internal(where, tuple(names.split())),))
     assert internals.missing() == [f"{where} ({each})" if each else where for each in lacks]

@@ -165,7 +165,9 @@ class TestSynthesizer:
         answer = make().get_response(PROMPT, texts)
         assert answer and await make().aget_response(PROMPT, texts) == answer
 
-    async def test_additional_sources(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
+    async def test_additional_sources_and_none(
+        self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]
+    ) -> None:
         answer = make().synthesize(PROMPT, nodes[:1], additional_source_nodes=nodes[1:])
         assert answer.source_nodes == nodes
         assert str(make().synthesize(PROMPT, [])) == str(await make().asynthesize(PROMPT, [])) == "Empty Response"

@@ -78,7 +78,9 @@ class TestEngines:
         other = index.as_chat_engine(chat_mode=mode, llm=MockLLM(), similarity_top_k=2)
         assert "cacheclip" not in (other.chat(question).metadata or {})
 
-    def test_a_failed_answer_leaves_none(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str) -> None:
+    def test_a_failed_answer_leaves_no_statistics(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
+    ) -> None:
         failing = index.as_query_engine(llm=llm, text_qa_template=PromptTemplate(" word" * 10**6 + "{query_str}"))
         with pytest.raises(ValueError, match="."):
             failing.query(question)

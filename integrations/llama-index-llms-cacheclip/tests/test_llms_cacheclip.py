@@ -71,7 +71,9 @@ def pipeline_for(llm: CacheClipLLM) -> IngestionPipeline:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_no_loss_is_skipped(llm: CacheClipLLM, chunks: list[str], tmp_path: Path, asynchronous: bool) -> None:
+async def test_the_pipelines_cache_does_not_skip_what_is_lost(
+    llm: CacheClipLLM, chunks: list[str], tmp_path: Path, asynchronous: bool
+) -> None:
     """It knows the nodes, and nothing of their KV."""
     pipeline, document = pipeline_for(llm), Document(text="\n\n".join(chunks))
     encoded = fake_of(llm.engine).threads["encode"]
@@ -109,7 +111,9 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
 
 
 @pytest.mark.parametrize("method", ["cacheclip", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str)
-def test_precomputed_for_the_llms_method(tiny: CacheClipLLM, chunks: list[str], answers: Answers, method: Any) -> None:
+def test_what_was_precomputed_hits_with_the_method_of_the_llm(
+    tiny: CacheClipLLM, chunks: list[str], answers: Answers, method: Any
+) -> None:
     llm = tiny.model_copy(update={"method": method})
     CacheClipTransform.from_llm(llm)([TextNode(text=chunk) for chunk in chunks[:2]])
     llm.complete("\n\n".join([*chunks[:2], PROMPT]))
@@ -132,7 +136,9 @@ def test_what_it_would_take(llm: CacheClipLLM, chunks: list[str], method: str) -
     assert (plan.chunks, plan.computed, plan.tokens, plan.bytes, plan.seconds) == (3, 0, 0, 0, 0.0)
 
 
-async def test_progress_in_a_pipeline(llm: CacheClipLLM, chunks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_is_shown_inside_the_bar_of_a_pipeline(
+    llm: CacheClipLLM, chunks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """LlamaIndex keeps ``show_progress`` to itself."""
     pipeline = IngestionPipeline(transformations=[CacheClipTransform.from_llm(llm)], disable_cache=True)
     nodes = [TextNode(text=chunk) for chunk in chunks[:2]]
@@ -220,7 +226,9 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -
     assert runtime.steps == 1 < len(whole)
 
 
-async def test_cancelling_a_transform_stops_its_next_batch(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_a_transform_stops_it_before_the_next_batch(
+    llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     runtime = fake_of(llm.engine)
     runtime.encoding = Latch()

@@ -73,7 +73,9 @@ class TestSynthesizer:
         assert seen.names.index("SynthesizeStartEvent") < seen.names.index("CacheClipFusionEvent")
 
     @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "simple_summarize"])
-    def test_the_stock_answer(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:
+    def test_the_answer_is_the_stock_one(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
+    ) -> None:
         """By a method that no question turns: ours hands the user's words on, the stock one does not know them."""
         llm = llm.model_copy(update={"method": "direct"})
         llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
@@ -94,7 +96,9 @@ class TestSynthesizer:
         llm.complete("Who lit the lamp?")
         assert seen.asked[-2:] == ["the lamp", None]
 
-    async def test_a_summary_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
+    async def test_a_summary_of_whole_chunks_four_ways(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str
+    ) -> None:
         """This mode is answered by ours alone, and streamed by it."""
         llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
         whole, streamed = (CacheClipSynthesizer(llm=llm, response_mode="simple_summarize", streaming=s) for s in (0, 1))
@@ -107,7 +111,9 @@ class TestSynthesizer:
         texts.append("".join([token async for token in answer.async_response_gen()]))
         assert texts[0] != "Empty Response" and texts == [texts[0]] * 4
 
-    def test_whole_chunks(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events) -> None:
+    def test_prompts_hold_whole_chunks(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events
+    ) -> None:
         """Where the context ends, the next chunk goes into another prompt; a stock synthesizer would cut it."""
         texts = [each.node.get_content() for each in nodes]
         tokens = max(len(llm.engine.primary.tokenize(text).ids) for text in texts)
@@ -151,7 +157,9 @@ class TestSynthesizer:
         (kept,) = synthesizer._prompt_helper.truncate(template, [text, "short"], llm=narrow)
         assert text.startswith(kept.strip()) and 0 < len(kept) < len(text)
 
-    def test_what_no_summary_fits(self, llm: CacheClipLLM, question: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_does_not_fit_a_summary_is_left_out_whole(
+        self, llm: CacheClipLLM, question: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         narrow = llm.model_copy(update={"context_window": 220})
         template = PromptTemplate("{context_str} {query_str}").partial_format(query_str=question)
         texts = [f"Text {n} has a few words, and that is that." for n in range(40)]
@@ -208,7 +216,9 @@ class TestSynthesizer:
             CacheClipSynthesizer(llm=llm, response_mode="nonsense")
         assert BaseSynthesizer.__name__ in [cls.__name__ for cls in CacheClipSynthesizer.__mro__]
 
-    def test_what_an_answer_stored_is_released(self, llm: CacheClipLLM, chunks: list[str], question: str) -> None:
+    def test_what_an_answer_stored_is_released_with_its_node(
+        self, llm: CacheClipLLM, chunks: list[str], question: str
+    ) -> None:
         """By node or by document, unless another node holds the text."""
         store = CacheClipDocumentStore.of(llm)
         nodes = IngestionPipeline(transformations=[SentenceSplitter()]).run(
@@ -246,7 +256,9 @@ class TestSynthesizer:
 
 
 class TestEvents:
-    def test_prompts_name_their_nodes(self, llm: CacheClipLLM, chunks: list[str], question: str, seen: Events) -> None:
+    def test_each_prompt_names_its_own_nodes(
+        self, llm: CacheClipLLM, chunks: list[str], question: str, seen: Events
+    ) -> None:
         twins = [TextNode(text=chunks[n], id_=name) for n, name in ((0, "a"), (0, "b"), (1, "c"))]
         nodes = [NodeWithScore(node=node) for node in twins]
         synthesizer = CacheClipSynthesizer(llm=llm, response_mode="accumulate")

@@ -48,7 +48,9 @@ def calls_functions(**settings: Any) -> bool:
 
 
 class TestLlamaIndex:
-    def test_its_words(self, tool_model: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_it_says_of_itself(
+        self, tool_model: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A packaged model need not be there."""
         assert issubclass(CacheClipLLM, FunctionCallingLLM) and calls_functions(primary=tool_model)
         assert not calls_functions(primary=tiny_models["llama"]) and not calls_functions(primary="some/model")
@@ -84,7 +86,9 @@ class TestLlamaIndex:
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize("streaming", [True, False])
-    async def test_agents_reuse_what_tools_find(self, llm: CacheClipLLM, chunks: list[str], streaming: bool) -> None:
+    async def test_an_agent_reuses_what_its_tool_found(
+        self, llm: CacheClipLLM, chunks: list[str], streaming: bool
+    ) -> None:
         llm.engine.precompute(chunks[:2])
 
         def search(query: str) -> str:

@@ -35,7 +35,9 @@ def test_shape_of_the_result(result: dict[str, Any]) -> None:
     assert result["methods"]["full"]["speedup_vs_full"] == 1.0
 
 
-def test_first_questions_find_nothing_earlier(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_questions_find_nothing_of_earlier_ones(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = list[tuple[str, int]]()
     generate = CacheClipEngine.generate
 

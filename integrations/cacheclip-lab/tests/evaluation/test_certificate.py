@@ -106,7 +106,9 @@ class TestSaving:
         failed.save()
         assert saved_certificate(identity) == failed
 
-    def test_unwritable_folder(self, identity: Identity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_folder_that_cannot_be_written(
+        self, identity: Identity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         made = certificate_for(identity)
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))

@@ -114,7 +114,9 @@ class TestExactness:
         assert not check_exactness(engine, PROMPT)["checks"]["first_chunk"]["passed"]
 
     @pytest.mark.parametrize("primary", ["gemma2"], indirect=True)
-    def test_twin_window(self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_twin_window_forgotten(
+        self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         rule, engine = attention.AttentionRule, engine_for(primary, tiny_models["auxiliary"])
         monkeypatch.setattr(attention, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
         checks = check_exactness(engine, PROMPT)["checks"]
@@ -153,7 +155,9 @@ class TestCertify:
         assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
         assert certificate.ratios[0].verdict == "not faithful"
 
-    def test_the_promise_is_of_the_prompts_answers(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_promise_is_that_of_the_prompts_answers(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The same questions asked by hand. Few random answers are equal: it is told that nothing is promised."""
         monkeypatch.setattr(guarantees, "bundled_prompts", lambda count: short_prompts(count // 50))
         found = certify(config, quick=True, max_differ=0.1).guarantee
@@ -206,7 +210,9 @@ class TestCertify:
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize("setting", ["backend", "auxiliary_heads_sha256", "primary_tokenizer_sha256", "codec"])
-    def test_answers_of_other_settings(self, config: EngineConfig, kept: Callable[..., Path], setting: str) -> None:
+    def test_answers_of_other_settings_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], setting: str
+    ) -> None:
         """Nor those that do not say. The error names what differs."""
         folder = kept()
         settings = json.loads((folder / "settings.json").read_text())
@@ -243,7 +249,9 @@ class TestCertify:
 
     @pytest.mark.long
     @pytest.mark.parametrize("planted", [False, True])
-    def test_turns_against_full(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    def test_turns_are_compared_with_full_prefill_of_the_same_history(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
         """Brute force, with an engine that nothing else was asked. Planted: no turn continues the one before."""
         config = replace(config, recompute_ratio=0.3)
         with monkeypatch.context() as patched:
@@ -281,7 +289,9 @@ class TestCertify:
 
     @pytest.mark.long
     @pytest.mark.parametrize("planted", [False, True])
-    def test_edits_against_full(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    def test_edited_prompts_are_compared_with_full_prefill(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
         """Brute force, with an engine that nothing else was asked. Planted: of the earlier prompt nothing is kept."""
         with monkeypatch.context() as patched:
             if planted:
@@ -366,7 +376,9 @@ class TestCertify:
         assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
         assert certificate.identity.method_settings["budget"]["grouping"]["size"] == 4
 
-    def test_unwritable_folder(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_folder_that_cannot_be_written_is_noticed_before(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
         with pytest.raises(CertificateError, match="cannot be written"):
@@ -405,7 +417,9 @@ class TestCommand:
             (["--settings", "{answers}"], "for --max-differ, which is missing"),
         ],
     )
-    def test_a_promise_refused(self, arguments: list[str], tmp_path: Path, options: list[str], message: str) -> None:
+    def test_a_promise_needs_many_prompts(
+        self, arguments: list[str], tmp_path: Path, options: list[str], message: str
+    ) -> None:
         (tmp_path / "own.toml").write_text('[certify]\nanswers = "there"\n')
         given = [each.format(answers=tmp_path / "own.toml") for each in options]
         result = CliRunner().invoke(app, [*arguments, *given])

@@ -110,7 +110,9 @@ class TestRun:
         full = {item.id: item.answer for item in comparison.items if item.label == "full"}
         assert {item.id: item.answer for item in comparison.items if item.label == "full-again"} == full
 
-    def test_full_reordered_reads_the_same_chunks(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_full_prefill_reordered_reads_the_same_chunks_in_another_order(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         read: list[list[str]] = []
         prefill = CacheClipEngine.prefill
 
@@ -196,7 +198,9 @@ class TestMethodsThatFail:
             assert one.skipped[f"bad{n}"].startswith(reason)
         assert [question.id for question in comparison.questions] == ["q0"] and len(comparison.items) == 2
 
-    def test_no_records_fault_stops_the_run(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_no_record_is_to_blame_for_stops_the_run(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def absent(prediction: str, answers: Any) -> float:
             raise MissingExtraError("jieba", "lab")
 
@@ -206,7 +210,9 @@ class TestMethodsThatFail:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
-    def test_an_error_midway_costs_no_question(self, config: EngineConfig, tmp_path: Path, error: Exception) -> None:
+    def test_an_error_in_the_middle_stops_the_run_and_costs_no_question(
+        self, config: EngineConfig, tmp_path: Path, error: Exception
+    ) -> None:
         def fail(self: Direct, request: Any, scores: Any) -> Any:
             if len(request.layout.chunks) == 2:
                 raise error
@@ -245,7 +251,9 @@ class TestMethodsThatFail:
 
 class TestResume:
     @pytest.mark.long
-    def test_a_resumed_run_equals(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_resumed_run_equals_an_uninterrupted_one(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         methods, folder = ["direct", "cacheclip"], tmp_path / "killed"
         whole = lab(config, tmp_path / "whole", methods=methods).run()
         lab(config, folder, methods=methods).run()
@@ -299,7 +307,9 @@ class TestResume:
         lab(config, folder, [changed[0], changed[2]], ["direct"]).run()
 
     @pytest.mark.parametrize("name", ["codec", "transformers", "auxiliary_sha256", "prefix_cache_bytes", "methods"])
-    def test_settings_not_recorded_are_another_ones(self, config: EngineConfig, tmp_path: Path, name: str) -> None:
+    def test_settings_that_were_not_recorded_are_another_ones(
+        self, config: EngineConfig, tmp_path: Path, name: str
+    ) -> None:
         """An older version recorded less: nothing says that its answers are of the same settings."""
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
         recorded = json.loads((tmp_path / "run" / "settings.json").read_text())
@@ -322,7 +332,9 @@ class TestResume:
         with pytest.raises(ConfigurationError, match="other settings: primary_sha256 is '.*' there and '.*' now. Use"):
             lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
-    def test_an_auxiliary_comes_later(self, config: EngineConfig, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_the_auxiliary_may_come_later_and_stays_the_same(
+        self, config: EngineConfig, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
         def run(auxiliary: str | None, methods: list[str]) -> Comparison:
             return lab(replace(config, auxiliary=auxiliary), tmp_path / "run", RECORDS[:1], methods).run()
 
@@ -333,7 +345,9 @@ class TestResume:
         with pytest.raises(ConfigurationError, match="auxiliary is '.*' there and '.*' now; auxiliary_sha256 is"):
             run(tiny_models["qwen2"], ["cacheclip"])
 
-    def test_the_day_never_changes(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_day_does_not_change(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         template = shutil.copytree(config.primary, tmp_path / "dated") / "chat_template.jinja"
         dated = template.read_text().replace("assistant\n", "assistant on {{ strftime_now('%d %b %Y') }}\n")
         template.write_text(dated)
@@ -352,7 +366,9 @@ class TestResume:
         assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
         assert comparison.settings["date"] == "28 Feb 2031"
 
-    def test_other_machines_told(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_machine_is_told_not_refused(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         folder = tmp_path / "run"
         first = notes(summarise(lab(config, folder, RECORDS[:1], ["direct"]).run()))[0]
         assert first.startswith("Measured on ") and f", {torch.get_num_threads()} threads, transformers " in first

@@ -152,7 +152,9 @@ class TestSummary:
             *[({"f1": 0.5, "string_match_all": 1.0}, 1), ({"f1_zh": 1.0}, 1), ({"f1": 0.9, "f1_zh": 1.0}, 0)],
         ],
     )
-    def test_right_means_one_by_any_score(self, comparison: Comparison, scores: dict[str, float], right: int) -> None:
+    def test_right_means_one_by_the_own_or_any_such_score(
+        self, comparison: Comparison, scores: dict[str, float], right: int
+    ) -> None:
         alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
         assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
 

@@ -203,7 +203,9 @@ class TestInterruption:
 
 
 @pytest.mark.parametrize("kind", ["file", "read only"])
-def test_cache_folder_out_of_use(kind: str, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_that_cannot_be_used(
+    kind: str, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
     monkeypatch.setenv("CACHECLIP_HOME", "/proc/cacheclip" if kind == "read only" else str(blocked))
@@ -291,7 +293,7 @@ class TestPip:
         assert "No matching distribution found" in message
         assert leftovers(home) == []
 
-    def test_only_the_pinned(
+    def test_only_the_pinned_wheel_is_taken(
         self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Callable[..., Path]
     ) -> None:
         """A build tag makes pip prefer another wheel of the same version; an index with digests prevents it."""

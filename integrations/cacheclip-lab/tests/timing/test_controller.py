@@ -408,7 +408,9 @@ class TestReading:
         known = [0, plan.reused[0].stop - 1, plan.reused[0].stop, plan.reused[2].stop]
         assert [profile.reading(plan, kv_sources, each).primary_s for each in known] == [4, 4, 3, 1]
 
-    def test_files_in_the_page_cache_change_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_files_in_the_page_cache_change_no_prediction(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The other lines were measured with such files."""
         shares, number = dict.fromkeys(range(4), 1.0), itertools.count()
         monkeypatch.setattr(disk, "_cached_share", lambda file, size: shares[next(number) % 4])
@@ -444,7 +446,9 @@ class TestReading:
             *[("scoring", 0.5, 0.5, 3.5), ("scoring", 0.5, 4.0, 6.5), ("", 0.5, 4.0, 7.5)],
         ],
     )
-    def test_read_beside(self, plan: Plan, beside: str, auxiliary_s: float, primary_s: float, expected: float) -> None:
+    def test_what_is_read_beside_what(
+        self, plan: Plan, beside: str, auxiliary_s: float, primary_s: float, expected: float
+    ) -> None:
         """One second before the recompute, two of it."""
         profile = replace(PROFILE, before=Cost(1.0, 0.0, 0.0), fused=Cost(2.0, 0.0, 0.0), plain=Cost(100.0, 0.0, 0.0))
         reading = ReadTime(SLOW, auxiliary_s, primary_s, beside)

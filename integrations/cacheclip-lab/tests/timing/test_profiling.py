@@ -98,7 +98,9 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("method", ["cacheclip", "epic"])
-def test_the_own_stores_speed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_the_own_stores_speed_is_measured(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """And predicts what reading takes, of the auxiliary's KV and of the primary's."""
     FakeTime(monkeypatch)
     engine = make(store=behind(tmp_path / "store"), method=method)
@@ -133,7 +135,9 @@ def test_a_full_store_is_left_alone(
     assert ("the store is full" in caplog.text) == (room == 1000)
 
 
-def test_a_store_that_fails_stops_no_profile(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails_does_not_stop_the_profile(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Failing(DiskBackend):
         def put(self, key: str, data: object) -> None:
             raise OSError("the network is gone")

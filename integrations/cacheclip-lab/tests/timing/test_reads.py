@@ -142,7 +142,9 @@ def test_nothing_is_evicted(tmp_path: Path) -> None:
     assert not has_room(store, SHAPES, "float32")
 
 
-def test_files_are_measured_from_medium_and_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_measured_from_the_medium_and_from_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the system says where they are."""
     cold: set[str] = set()
     disk = DiskBackend(tmp_path)

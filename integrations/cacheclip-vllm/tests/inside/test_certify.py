@@ -24,7 +24,9 @@ NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_toke
 
 
 @pytest.mark.usefixtures("alone")
-def test_one(settings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_certificate(
+    settings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It says what was measured, the planner accepts it, and our engine does not."""
     monkeypatch.setattr(certificates, "_warned", set())
     monkeypatch.setattr(common, "_QUICK_PROMPTS", 2)

@@ -107,7 +107,9 @@ class TestEqualAnswers:
         assert ask(fused, [asked], "cacheclip") == setting.expected([asked], "cacheclip")
 
     @pytest.mark.parametrize("method", ["epic", CORRECTED.at(0.03)], ids=["epic", "corrected"])
-    def test_in_one_pass(self, fused: FusedLLM, setting: Setting, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_prompts_in_one_pass(
+        self, fused: FusedLLM, setting: Setting, method: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from cacheclip_vllm.loading import Loader
         from cacheclip_vllm.rows import RowRunner
 

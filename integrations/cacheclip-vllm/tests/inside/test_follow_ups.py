@@ -92,7 +92,9 @@ class Rows:
 class TestExactFirst:
     @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("method", ["cacheclip", CORRECTED.at(0.9)], ids=["cacheclip", "corrected"])
-    def test_any_history(self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch, method: Any, planted: bool) -> None:
+    def test_random_histories(
+        self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch, method: Any, planted: bool
+    ) -> None:
         """Each prompt computes at most the rows that plain prefill would compute at that moment. Planted: exact KV is
         not looked at."""
         rows, generator = Rows(fused, monkeypatch), random.Random(7)
@@ -112,7 +114,9 @@ class TestExactFirst:
         assert [ids(found)] == setting.expected([rag("Where was it?")], "full") and rows.loaded == 0
         assert len(found.prompt_token_ids) - found.num_cached_tokens == rows.plain < 2 * BLOCK
 
-    def test_exact_kv_of_first_chunks(self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_exact_kv_of_the_first_chunks(
+        self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The plan goes on from there, and its follow-up from the plan's KV."""
         rows = Rows(fused, monkeypatch)
         rows.ask(rag("Who?", CHUNKS[:1]), "full")
@@ -142,7 +146,9 @@ class TestExactFirst:
 
 class TestContinued:
     @pytest.mark.parametrize("method", ["epic", "direct"])
-    def test_the_next(self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def test_the_next_question(
+        self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
         rows = Rows(fused, monkeypatch)
         first, second, third = (rag(question) for question in QUESTIONS[:3])
         rows.ask(first, method)
@@ -169,7 +175,9 @@ class TestContinued:
         asked = [rag("Who?"), rag("Who?", CHUNKS[:5]), rag("Where?", CHUNKS[:5])]
         assert ask(fused, asked, "direct") == setting.expected(asked, "direct")
 
-    def test_exact_if_a_load_fails(self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_after_a_failed_load_it_is_exact(
+        self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with no_disk(monkeypatch):
             (found,) = outputs(fused, [rag("Who?")], "direct")
         assert told(found) == {"outcome": "plain", "reason": UNREADABLE}
@@ -210,7 +218,9 @@ class TestNeverInAnExactCache:
             assert [ids(plain)] == setting.expected([rag("Who?")], "full")
 
     @pytest.mark.parametrize("is_preempted", [False, True])
-    def test_exact_kv_that_is_gone_before_its_use(self, fused: FusedLLM, setting: Setting, is_preempted: bool) -> None:
+    def test_exact_kv_that_is_gone_before_it_is_used(
+        self, fused: FusedLLM, setting: Setting, is_preempted: bool
+    ) -> None:
         """The plan makes the KV of its blocks then, under hashes of the request's own. Gone while the request waits, or
         after a preemption."""
         asked = rag("Where?")
@@ -230,7 +240,9 @@ class TestNeverInAnExactCache:
             assert [ids(each) for each in found] == setting.expected([asked], "direct")
         assert ask(fused, [asked], "full") == setting.expected([asked], "full")
 
-    def test_plain_beside_a_lost_load(self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_plain_request_beside_a_failed_load(
+        self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """It shares the exact blocks before the chunks, which the fused one, who leaves, would have computed."""
         planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
         prompt = {"prompt_token_ids": list(planned.token_ids)}

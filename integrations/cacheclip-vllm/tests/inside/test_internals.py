@@ -32,7 +32,9 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_an_untried_version(settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_was_never_tried(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from cacheclip_vllm.rows import RowRunner
 
     setting = settings()

@@ -247,7 +247,9 @@ class TestEqualAnswers:
             assert (again["outcome"], again["hits"], again["misses"]) == ("fused", 3, 1), "it is missing now"
             assert "1 chunks of a plan could not be read and were removed" in served.log.read_text()
 
-    def test_plain_requests_without_us(self, served: Served, setting: Setting, without_us: dict[str, Any]) -> None:
+    def test_plain_requests_are_those_of_a_vllm_without_us(
+        self, served: Served, setting: Setting, without_us: dict[str, Any]
+    ) -> None:
         """After all the fused ones: their blocks are not found."""
         fields: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": TOKENS}
         extra = {"ignore_eos": True, "return_token_ids": True, "cacheclip": {"method": "full"}}

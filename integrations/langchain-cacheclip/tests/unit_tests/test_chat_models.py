@@ -185,7 +185,9 @@ def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip, read: Read
     ],
     ids=["reasoning", "reasoning beside", "call that was cut off"],
 )
-def test_an_earlier_answer_lacking_some(llm: ChatCacheClip, read: Read, fields: dict[str, Any], content: str) -> None:
+def test_an_earlier_answer_is_read_whatever_it_lacks(
+    llm: ChatCacheClip, read: Read, fields: dict[str, Any], content: str
+) -> None:
     llm.invoke([HumanMessage(PROMPT), AIMessage(**fields), ToolMessage("No.", tool_call_id="1|2"), HumanMessage("So?")])
     said = read()[1]["content"]
     assert said.startswith(content) and "Hm." not in said
@@ -214,7 +216,9 @@ async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> N
 
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
-async def test_too_long_is_langchains_error_too(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
+async def test_a_prompt_too_long_is_langchains_error_too(
+    llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
+) -> None:
     model, long = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store), "word " * 5000
     with pytest.raises(ContextOverflowError, match="fit the model") as error:
         model.invoke(long)

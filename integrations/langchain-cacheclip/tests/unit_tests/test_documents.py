@@ -130,7 +130,9 @@ class TestChain:
         assert ours.invoke(inputs, {"callbacks": [recorder]}) == stock.invoke(inputs)
         assert found(recorder) == [(2, 0)]
 
-    def test_the_users_words_choose_tokens(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+    def test_the_users_words_choose_what_is_recomputed(
+        self, llm: ChatCacheClip, documents: list[Document], question: str
+    ) -> None:
         seen = Questions()
         llm.engine.observers.append(seen)
         inputs = {"input": question, "context": documents[:2]}
@@ -192,7 +194,9 @@ class TestVectorStore:
     def store(self, llm: ChatCacheClip) -> CacheClipVectorStore:
         return CacheClipVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm)
 
-    def test_incremental(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
+    def test_indexing_is_incremental(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
         manager = InMemoryRecordManager("test")
         manager.create_schema()
         options: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
@@ -206,7 +210,9 @@ class TestVectorStore:
         index([], manager, store, **{**options, "cleanup": "full"})
         assert stored(llm, documents[:3]) == [False, False, False]
 
-    async def test_in_async(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
+    async def test_asynchronously(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
         ids = await store.aadd_documents(documents[:2])
         more = await store.aadd_texts([documents[2].page_content])
         assert stored(llm, documents[:3]) == [True, True, True]

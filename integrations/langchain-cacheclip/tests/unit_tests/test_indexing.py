@@ -125,7 +125,9 @@ class TestParents:
         assert read == await retriever.ainvoke(question) and hits(llm, read) == len(read) > 0
         assert sorted(retriever.docstore.yield_keys()) == ids
 
-    async def test_deleted_or_changed_parents_are_released(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+    async def test_deleted_and_changed_parents_are_released(
+        self, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
         store = CacheClipDocumentStore(InMemoryStore(), llm)
         store.mset([("a", documents[0]), ("b", documents[1])])
         store.mset([("a", documents[2])])
@@ -220,7 +222,9 @@ class TestOtherMethods:
         assert stored(llm, documents[2:]) == [True, False], "deleted in part"
 
     @pytest.mark.parametrize("name", ["delete_collection", "reset_collection", "truncate", "wipe_documents"])
-    def test_empty(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str) -> None:
+    def test_emptied(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str
+    ) -> None:
         other = CacheClipVectorStore(Chromatic(DeterministicFakeEmbedding(size=8)), llm)
         other.add_documents(documents[1:3], ids=["c", "d"])
         getattr(store, name)()
@@ -243,7 +247,9 @@ class TestOtherMethods:
         await store.adelete(**options) if way == "adelete" else store.delete(**options)
         assert stored(llm, documents[:2]) == ["a" in left, "b" in left] and "".join(store.store.store) == left
 
-    def test_unknown_names_are_said_once(self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_name_that_does_not_tell_is_said_once(
+        self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert [store.compact(), store.compact(), asyncio.run(store.arewind()), store.peek()] == [2] * 4
         assert len(caplog.records) == 2
         assert "Chromatic.compact" in caplog.text and "engine.release(sources=ids)" in caplog.text
