@@ -114,6 +114,8 @@ class Prefilling:
     """
     pause: Pause | None = None
     """Lets others go first between two slices; None: it is computed at once."""
+    spent: int = 0
+    """Tokens that an earlier pass over this prompt computed."""
 
     def run(self, plan: Plan) -> Prefilled:
         """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
@@ -137,10 +139,13 @@ class Prefilling:
         assert sure is not None, "every prefill has a confidence"
         if prefilled.is_exact or sure >= least:
             return prefilled
-        plan, tried, seen = fused.plan, prefilled.stats, prefilled.trace
+        plan, tried, seen, spent = fused.plan, prefilled.stats, prefilled.trace, fused.num_computed
         del fused, prefilled  # memory holds one prompt's KV at a time
+        again = replace(self, spent=spent)
+        if self.pause is not None:
+            again._paused(0, plan.layout.num_tokens - self.kv_sources.prompt_cache.known(plan.layout.token_ids))
         why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
-        prefilled = self._plain_instead(plan, why, tried)
+        prefilled = again._plain_instead(plan, why, tried)
         charged = prefilled.stats.charged_ratio + tried.charged_ratio
         return replace(prefilled, stats=replace(prefilled.stats, gated=True, charged_ratio=charged), trace=seen)
 
@@ -155,7 +160,7 @@ class Prefilling:
     def _paused(self, done: int, work: int) -> None:
         assert self.pause is not None, "there are slices"
         began = self.clock.elapsed()
-        self.pause(done, work)
+        self.pause(self.spent + done, self.spent + work)
         self.clock.queued_s += self.clock.elapsed() - began
 
     def keep_exact(self, num_plain: int | None = None) -> Keep:

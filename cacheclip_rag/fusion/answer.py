@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..prompt.tools import ToolCall
-from ..runtime.base import State
+from ..runtime.base import KVSource, State
 
 if TYPE_CHECKING:
     import numpy as np
@@ -302,3 +302,10 @@ class Fused:
     may continue this KV."""
     scores: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """``(num_tokens,)`` scores of the tokens of chunks, by the chunk's first position, where a method rated them."""
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens of the prompt that were computed."""
+        rows = (self.plan.known.source == KVSource.COMPUTED) | self.plan.known.border
+        rows[[*self.recomputed]] = True
+        return int(rows.sum())

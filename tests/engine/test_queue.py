@@ -17,6 +17,7 @@ from cacheclip_rag.answering.prefill import Prefilling
 from cacheclip_rag.answering.turns import CallerLeft, Turns, Waiter, turns_of
 from cacheclip_rag.base import clock
 from cacheclip_rag.guards import Observer
+from cacheclip_rag.methods import preset
 from tests.answering.test_turns import WAIT_S, Threads, until
 from tests.conftest import Patch, rag_prompt, spied
 from tests.prompt.test_tools import SEARCH
@@ -137,6 +138,29 @@ def test_an_answer_goes_on_between_slices(engine: CacheClipEngine, monkeypatch: 
     go_on.set()
     threads.join()
     assert order.count("slice") > 4
+
+
+def test_work_of_an_unsure_prompt_is_that_of_both_passes(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch
+) -> None:
+    """It is never counted backwards, so that who comes meanwhile does not pass those who came before."""
+    monkeypatch.setattr("cacheclip_rag.answering.prefill._SLICE_TOKENS", {"cpu": 48})
+    engine.precompute(chunks)
+    method, turns = replace(preset("cacheclip"), min_confidence=1.0), turns_of(engine.primary)
+    fused, plain = (spied(monkeypatch, type(engine.primary), name) for name in ("run_slots", "prefill"))
+    before, counted, pause = turns._work, list[int](), Turns._pause
+
+    def paused(self: Turns, mine: Any, done: int, work: int) -> None:
+        pause(self, mine, done, work)
+        counted.append(self._work - before)
+        assert done < work
+
+    monkeypatch.setattr(Turns, "_pause", paused)
+    with Waiter().asking():
+        stats = engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=1), method=method).stats
+    computed = sum(len(ids) for _, _, ids, _ in fused) + sum(len(ids) for _, ids, _ in plain)
+    assert stats.gated and counted == sorted(counted) and len({*counted}) > 6
+    assert turns._work - before == computed and computed - stats.prompt_tokens in counted, "between the passes, too"
 
 
 def test_a_fused_prompt_lets_others_go_first(engine: CacheClipEngine, chunks: list[str], monkeypatch: Patch) -> None:
