@@ -322,6 +322,7 @@ class App:
         """Events of the answers to one request, one answer after the other, each when it is its turn: others come in
         between. The seconds that each waited are in its statistics."""
         began = time.perf_counter()
+        forgets = [self.inspection.forgets(each.tenant) if self.inspection else 0 for each in questions]
         for number, question in enumerate(questions):
             async with self._queue.place(
                 question.tenant,
@@ -335,17 +336,18 @@ class App:
                     async for event in events:
                         started()
                         if event.answer is not None:
-                            event = replace(event, answer=self._finished(question, _waited(event.answer, waited_s)))
+                            answer = _waited(event.answer, waited_s)
+                            event = replace(event, answer=self._finished(question, answer, forgets[number]))
                         yield event
 
     def _traced(self, question: ServedQuestion) -> ServedQuestion:
         return replace(question, options=replace(question.options, trace=True)) if self.inspection else question
 
-    def _finished(self, question: ServedQuestion, answer: Answer) -> Answer:
+    def _finished(self, question: ServedQuestion, answer: Answer, forgets: int) -> Answer:
         """An answer as its client gets it, once it is kept for the page."""
         if self.inspection is None:
             return answer
-        self.inspection.add(question, answer)
+        self.inspection.add(question, answer, forgets)
         return answer if question.options.trace else replace(answer, trace=None)
 
     def count(self, path: str, status: int) -> None:

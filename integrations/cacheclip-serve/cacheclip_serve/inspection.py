@@ -10,10 +10,11 @@ import asyncio
 import hmac
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -24,6 +25,9 @@ from .backend import ServedQuestion, ServingBackend
 from .bodies import check_host
 from .errors import RequestError
 from .pages import ComparedAnswer, answer_page, fresh_texts, list_page, note_page
+
+if TYPE_CHECKING:
+    from cacheclip_rag.store import TieredStore
 
 MOST_ANSWERS = 50
 """Of a tenant."""
@@ -85,14 +89,29 @@ class Inspection:
     def __post_init__(self) -> None:
         self.keys = {secrets.token_urlsafe(18): tenant for tenant in dict.fromkeys(self.tenants)}
         self._answers: list[InspectedAnswer] = []
+        self._forgets: Counter[str] = Counter()
+        self._watching = [_OfTenant(self, tenant) for tenant in self.keys.values()]
         self._count, self._lock = 0, threading.Lock()
+
+    def watch(self, store: TieredStore) -> None:
+        """From now on, forget a tenant's answers when one of its texts is erased. Call it before the first question."""
+        for each in self._watching:
+            store.erasures.watch(each.tenant, each)
 
     def addresses(self, address: str) -> list[tuple[str, str]]:
         """Each tenant, and where it finds its page on the server at this address."""
         return [(tenant, f"{address}/inspect?key={key}") for key, tenant in self.keys.items()]
 
-    def add(self, question: ServedQuestion, answer: Answer) -> InspectedAnswer:
+    def forgets(self, tenant: str) -> int:
+        """How often a tenant's answers were forgotten: for :meth:`add`, asked before the prompt is read."""
+        return self._forgets[tenant]
+
+    def add(self, question: ServedQuestion, answer: Answer, forgets: int) -> InspectedAnswer | None:
+        """Keep an answer. Returns None, and keeps nothing, if answers were forgotten since ``forgets``: its prompt may
+        have the erased text."""
         with self._lock:
+            if forgets != self._forgets[question.tenant]:
+                return None
             self._count += 1
             self._answers.append(added := InspectedAnswer(self._count, question, answer))
             own = [each for each in self._answers if each.question.tenant == question.tenant]
@@ -104,6 +123,7 @@ class Inspection:
 
     def forget(self, tenant: str) -> None:
         with self._lock:
+            self._forgets[tenant] += 1
             self._answers = [each for each in self._answers if each.question.tenant != tenant]
 
     def of(self, tenant: str) -> list[InspectedAnswer]:
@@ -129,6 +149,17 @@ class Inspection:
                 code="invalid_key",
             )
         return known[0]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _OfTenant:
+    """Forgets a tenant's answers, whose prompts may have an erased text."""
+
+    inspection: Inspection
+    tenant: str
+
+    def drop_kv(self) -> None:
+        self.inspection.forget(self.tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,17 +45,13 @@ INSPECTED = "inspect"
 
 @dataclass(eq=False, slots=True)
 class EngineSeen(Observer):
-    """Tells an inspection what full prefill chooses along answers of an engine, and when its texts are erased."""
+    """Tells an inspection what full prefill chooses along answers of an engine."""
 
     engine: CacheClipEngine
     inspection: Inspection
 
     def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
         self.inspection.compare(token_ids, choices, self.engine.primary.decode_ids)
-
-    def drop_kv(self) -> None:
-        """Forget the tenant's answers, whose prompts may have an erased text."""
-        self.inspection.forget(self.engine.config.namespace)
 
 
 class TransformersBackend(ServingBackend):
@@ -71,10 +67,12 @@ class TransformersBackend(ServingBackend):
     ) -> None:
         """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
         were stored (:mod:`.hidden`). ``learned_bytes``: most bytes of learned texts a tenant; 0: none is learned.
-        ``inspection``: is told of comparisons with full prefill."""
+        ``inspection``: is told of comparisons with full prefill, and of erasures."""
         self._config, self._hide_hits, self._learned_bytes = config, hide_hits, learned_bytes
         self._names, self._inspection = names_of(config), inspection
         self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
+        if inspection is not None:
+            inspection.watch(self._store)
         self._engines: dict[str, CacheClipEngine] = {}
         self._lock = threading.Lock()
 
@@ -86,8 +84,7 @@ class TransformersBackend(ServingBackend):
                 if self._learned_bytes:
                     engine.observers.append(LearnedTexts(engine, self._learned_bytes))
                 if self._inspection is not None:
-                    engine.observers.append(seen := EngineSeen(engine, self._inspection))
-                    self._store.erasures.watch(tenant, seen)
+                    engine.observers.append(EngineSeen(engine, self._inspection))
                 if self._engines:
                     engine.prefixes.share_limit(next(iter(self._engines.values())).prefixes)
                 self._engines[tenant] = engine

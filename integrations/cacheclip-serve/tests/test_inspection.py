@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
@@ -15,10 +15,11 @@ import pytest
 from cacheclip_serve import ServedQuestion
 from cacheclip_serve.inspection import MOST_ANSWERS, Inspection
 from cacheclip_serve.pages import ComparedAnswer, answer_page
+from cacheclip_serve.transformers import TransformersBackend
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from serve_cases import Served, running
 
-from cacheclip_rag import Answer, CacheClipEngine, CallOptions, EngineConfig
+from cacheclip_rag import Answer, CacheClipEngine, CallOptions, EngineConfig, Event
 
 MARKUP = """<script>alert(1)</script><img src="https://example.org/x" onerror='x'>&"""
 NEVER = "A note that nobody ever stored: the bell of the chapel was cast in 1903, and hung there in spring. " * 3
@@ -105,13 +106,13 @@ def question(text: str, tenant: str = "default") -> ServedQuestion:
 def test_memory_is_bounded(served: Served) -> None:
     answer = served.engine.generate("Why?", max_tokens=1)
     inspection = Inspection(["default", "other"])
-    inspection.add(question("first", "other"), answer)
+    inspection.add(question("first", "other"), answer, 0)
     for number in range(MOST_ANSWERS + 5):
-        inspection.add(question(str(number)), answer)
+        inspection.add(question(str(number)), answer, 0)
     assert [each.question.prompt for each in inspection.of("default")][::49] == ["54", "5"]
     assert len(inspection.of("other")) == 1
     inspection.most_bytes = 3 * inspection.of("default")[0].num_bytes
-    inspection.add(question("last"), answer)
+    inspection.add(question("last"), answer, 0)
     assert len(inspection.of("default")) == 2 and not inspection.of("other")
 
 
@@ -119,12 +120,42 @@ def test_what_is_released_is_forgotten(pages: tuple[Served, Inspection]) -> None
     served, inspection = pages
     client = visitor(served, inspection)
     served.engine.precompute(["It was released."])
+    answer = served.engine.generate("It was released.", max_tokens=1)
     for tenant in ("default", "other"):
-        inspection.add(question("It was released.", tenant), served.engine.generate("It was released.", max_tokens=1))
+        inspection.add(question("It was released.", tenant), answer, inspection.forgets(tenant))
     assert "It was released." in client.get("/inspect").text
     served.engine.release(["It was released."])
     served.engine.store.chunk_store.erasures.look()  # as every ten seconds
     assert "It was released." not in client.get("/inspect").text and inspection.of("other")
+
+
+def test_what_is_released_meanwhile_is_never_shown(
+    pages: tuple[Served, Inspection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, inspection = pages
+    served.engine.precompute(["It was released meanwhile."])
+    answer = served.backend.answer
+
+    async def erased(asked: ServedQuestion) -> AsyncGenerator[Event, None]:
+        async for event in answer(asked):
+            if event.answer is not None:
+                served.engine.release(["It was released meanwhile."])
+                served.engine.store.chunk_store.erasures.look()
+            yield event
+
+    monkeypatch.setattr(served.backend, "answer", erased)
+    assert served.chat("It was released meanwhile.").status_code == 200
+    assert not inspection.of("default")
+
+
+def test_erasures_before_the_first_answer_are_seen(config: EngineConfig) -> None:
+    """Of a tenant that asked nothing yet."""
+    inspection, other = Inspection(["default", "other"]), CacheClipEngine(replace(config, namespace="other"))
+    other.precompute(CHUNKS[:1])
+    backend = TransformersBackend(config, inspection=inspection)
+    other.release(CHUNKS[:1])
+    backend._store.erasures.look()
+    assert inspection.forgets("other") == 1 and not inspection.forgets("default")
 
 
 @pytest.mark.parametrize("method", ["cacheclip", "full"])

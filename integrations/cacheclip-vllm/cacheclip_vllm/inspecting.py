@@ -27,26 +27,15 @@ logger = logging.getLogger(__name__)
 _PATH = "/inspect"
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class _OfTenant:
-    """Forgets a tenant's answers, whose prompts may have an erased text."""
-
-    inspection: Inspection
-    tenant: str
-
-    def drop_kv(self) -> None:
-        self.inspection.forget(self.tenant)
-
-
 class Inspecting:
     """Keeps the last answers of a server, and shows them."""
 
     def __init__(self, settings: ServerSettings, planning: Planning) -> None:
         access, self._planning = settings.access, planning
         self._inspection = Inspection([access.tenant, *(each for names in access.tenants.values() for each in names)])
+        self._inspection.watch(planning.store)
         paths = AnswerPages(self._inspection, None, settings.name).paths()
         self._router = Router([PathRoute(path, show, methods=[method]) for method, path, show in paths])
-        self._watching: dict[str, _OfTenant] = {}
         self._warn_once = WarnOnce(logger)
 
     def has(self, path: str) -> bool:
@@ -62,28 +51,45 @@ class Inspecting:
         alone = {name: value for name, value in scope.items() if name not in ("app", "router")}
         await self._router(alone, receive, send)
 
+    def page(self, field: CacheClipField, tenant: str) -> UpcomingPage:
+        """The page of an answer. Call it before the prompt is read."""
+        return UpcomingPage(self, field, tenant, self._inspection.forgets(tenant))
+
     async def add(
-        self, way: Route, field: CacheClipField, tenant: str, stats: FusionStats, sent: bytes | bytearray
+        self, page: UpcomingPage, way: Route, stats: FusionStats, sent: bytes | bytearray
     ) -> InspectedAnswer | None:
         """Keep an answer. ``sent``: vLLM's response, or the beginning of its stream. What goes wrong is logged."""
         try:
-            return await asyncio.to_thread(self._add, way, field, tenant, stats, bytes(sent))
+            return await asyncio.to_thread(self._add, page, way, stats, bytes(sent))
         except Exception as error:
             self._warn_once("an answer has no page: %s", error)
             return None
 
-    def _add(self, way: Route, field: CacheClipField, tenant: str, stats: FusionStats, sent: bytes) -> InspectedAnswer:
-        planner, trace = self._planning.planner(tenant), None
-        if tenant not in self._watching:
-            self._watching[tenant] = _OfTenant(self._inspection, tenant)
-            planner.parts.store.chunk_store.erasures.watch(tenant, self._watching[tenant])
+    def _add(self, page: UpcomingPage, way: Route, stats: FusionStats, sent: bytes) -> InspectedAnswer | None:
+        planner, trace = self._planning.planner(page.tenant), None
         text, has_ended = said(sent)
         if way.planned is not None:
             with planner.asking(Waiter()):
                 trace = planner.trace(way.planned, stats)
         answer = Answer(text, (), "stop" if has_ended else "length", stats, trace)
         prompt = "" if way.asked is None else way.asked.prompt
-        return self._inspection.add(ServedQuestion(prompt, tenant, field.call_options()), answer)
+        question = ServedQuestion(prompt, page.tenant, page.field.call_options())
+        return self._inspection.add(question, answer, page.forgets)
+
+
+@dataclass(eq=False, slots=True)
+class UpcomingPage:
+    """What is known of a page before its answer."""
+
+    inspecting: Inspecting
+    field: CacheClipField
+    tenant: str
+    forgets: int
+    """How often the tenant's answers were forgotten before the prompt was read."""
+
+    async def add(self, way: Route, stats: FusionStats, sent: bytes | bytearray) -> InspectedAnswer | None:
+        """Keep the answer, unless a text of the tenant was erased meanwhile."""
+        return await self.inspecting.add(self, way, stats, sent)
 
 
 def said(sent: bytes) -> tuple[str, bool]:

@@ -292,6 +292,7 @@ class CacheClip:
         field = take_field(body)
         tenant = caller.tenant(field.tenant)
         is_other = path in (MESSAGES, RESPONSES)
+        page = None if self._inspecting is None else self._inspecting.page(field, tenant)
         way = await self._planned(path, body, field, tenant, leaving)
         async with AsyncExitStack() as held:
             behind = in_background(field.background, body.get("messages"))
@@ -303,7 +304,7 @@ class CacheClip:
                 way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
-            kept = _MOST_KEPT if self._checks.rate or completes or self._inspecting else 0
+            kept = _MOST_KEPT if self._checks.rate or completes or page else 0
             stream = EventsReply(result) if is_other else StreamReply(result, _count_usage(body))
             reply = ReplySender(result, send, stream, kept=kept)
             replay = Replay(as_json(body), leaving, receive)
@@ -320,8 +321,8 @@ class CacheClip:
                 self.planning.check(way, tenant)
             if reply.is_done:
                 shown = None
-                if self._inspecting is not None and result.stats is not None:
-                    shown = await self._inspecting.add(way, field, tenant, result.stats, reply.body)
+                if page is not None and result.stats is not None:
+                    shown = await page.add(way, result.stats, reply.body)
                 if not is_other:
                     self._checks.offer(scope, body, result, reply.body, shown)
                 if result.stats is not None:

@@ -67,7 +67,8 @@ class Planning:
         config = settings.config
         self._names = names_of(config)
         assert config.store is not None, "a planner needs a store folder"
-        self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
+        self.store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
+        """Of all planners."""
         self._planners: dict[str, Planner] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "cacheclip-plan")
@@ -75,7 +76,7 @@ class Planning:
         self._warn_once = WarnOnce(logger)
         self._checking: Future[None] | None = None
         self._queue = Queue(_THREADS, _MOST_WAITING)
-        self.metrics = Metrics(lambda: self._store.stats().tiers)
+        self.metrics = Metrics(lambda: self.store.stats().tiers)
         """Counters over all answers."""
         self._outcomes: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
@@ -85,7 +86,7 @@ class Planning:
         with self._lock:
             if tenant not in self._planners:
                 config = replace(self._settings.planner_config, namespace=tenant)
-                self._planners[tenant] = Planner(config, store=self._store, served=self._settings.served)
+                self._planners[tenant] = Planner(config, store=self.store, served=self._settings.served)
             return self._planners[tenant]
 
     @property

@@ -6,12 +6,15 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from cacheclip_serve import Inspection
 from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm.inspecting import said
+from cacheclip_vllm.planners import Planning, Route
 from cacheclip_vllm.settings import ServerSettings
 from serve_cases import until
 from vllm_inner import WORDS
@@ -107,8 +110,30 @@ def test_who_may_see_it(served: Served) -> None:
 def test_what_is_erased_is_forgotten(served: Served, config: EngineConfig) -> None:
     asked(served, CHAT, messages=MESSAGES)
     CacheClipEngine(config).release(CHUNKS[-1:])
-    served.middleware.planning._store.erasures.look()  # as every ten seconds
+    served.middleware.planning.store.erasures.look()  # as every ten seconds
     assert not numbers(visitor(served))
+
+
+def test_what_is_erased_meanwhile_is_never_shown(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the plan of a tenant's first answer and its page."""
+    kept: list[object] = []
+    add, plan = Inspection.add, Planning.plan
+
+    async def erased(planning: Planning, *asked: Any) -> Route:
+        way = await plan(planning, *asked)
+        assert CacheClipEngine(replace(config, namespace="north")).release(CHUNKS[:1])
+        planning.store.erasures.look()  # as every ten seconds
+        return way
+
+    monkeypatch.setattr(Planning, "plan", erased)
+    monkeypatch.setattr(Inspection, "add", lambda *answered: kept.append(add(*answered)))
+    (file := tmp_path / "tenants.json").write_text(json.dumps({NORTH: "north"}))
+    with running(ServerSettings(config, "tiny", api_key=OWN, tenants=file, seal=SEAL, inspects=True)) as fresh:
+        assert fresh.ask(key=NORTH).json()["cacheclip"]["outcome"] == "fused"
+        until(lambda: kept)
+        assert kept == [None] and not numbers(visitor(fresh, "north"))
 
 
 def test_a_server_has_none_unless_told(config: EngineConfig) -> None:
