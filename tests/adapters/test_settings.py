@@ -203,8 +203,14 @@ def test_options_that_change_nothing_are_taken() -> None:
 
 
 WRONG: list[dict[str, Any]] = [
-    *({"top_p": -0.1}, {"max_tokens": 0}, {"frequency_penalty": 2.5}, {"recompute_ratio": 1.5}, {"method": "magic"}),
-    *({"engine_kwargs": {"recompute_ratio": 0.5}}, {"engine_kwargs": {"system_prompt": "x"}}, {"colour": "red"}),
+    {"top_p": -0.1},
+    {"max_tokens": 0},
+    {"frequency_penalty": 2.5},
+    {"recompute_ratio": 1.5},
+    {"method": "magic"},
+    {"engine_kwargs": {"recompute_ratio": 0.5}},
+    {"engine_kwargs": {"system_prompt": "x"}},
+    {"colour": "red"},
 ]
 
 

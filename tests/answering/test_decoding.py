@@ -253,8 +253,14 @@ class TestSampler:
     @pytest.mark.parametrize(
         ("options", "kept"),
         [
-            *(({"top_p": 0.45}, 1), ({"top_p": 0.75}, 2), ({"top_p": 1.0}, 4), ({"top_p": 0, "temperature": 50.0}, 1)),
-            *(({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_k": -1}, 4), ({"temperature": 0.05}, 1)),
+            ({"top_p": 0.45}, 1),
+            ({"top_p": 0.75}, 2),
+            ({"top_p": 1.0}, 4),
+            ({"top_p": 0, "temperature": 50.0}, 1),
+            ({"top_k": 1}, 1),
+            ({"top_k": 3}, 3),
+            ({"top_k": -1}, 4),
+            ({"temperature": 0.05}, 1),
         ],
     )
     def test_the_smallest_set_is_kept(self, options: dict[str, float], kept: int) -> None:

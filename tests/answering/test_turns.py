@@ -443,14 +443,19 @@ class LateSleeper:
         return condition()
 
 
-KINDS = [
-    *("token prompt prompt", "token prompt token", "token prompt idle", "prompt prompt prompt"),
-    *("prompt prompt idle", "prompt token prompt", "prompt step step"),
-]
-
-
 @pytest.mark.parametrize("error", [CallerLeft, KeyboardInterrupt])
-@pytest.mark.parametrize("running leaves behind".split(), [each.split() for each in KINDS])
+@pytest.mark.parametrize(
+    ("running", "leaves", "behind"),
+    [
+        ("token", "prompt", "prompt"),
+        ("token", "prompt", "token"),
+        ("token", "prompt", "idle"),
+        ("prompt", "prompt", "prompt"),
+        ("prompt", "prompt", "idle"),
+        ("prompt", "token", "prompt"),
+        ("prompt", "step", "step"),
+    ],
+)
 def test_the_next_one_is_woken(
     running: str, leaves: str, behind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,7 +251,9 @@ NO_LOADER = "expected a subclass of ModelLoader with matches and load, got <"
     ("named", "why"),
     [
         (":GoneLoader", "AttributeError: .* no attribute 'GoneLoader'"),
-        *(("", f"{NO_LOADER}module"), (":FakeRuntime", f"{NO_LOADER}class"), (":Unfinished", f"{NO_LOADER}class")),
+        ("", f"{NO_LOADER}module"),
+        (":FakeRuntime", f"{NO_LOADER}class"),
+        (":Unfinished", f"{NO_LOADER}class"),
         (":Failing", "KeyError: 'nothing'"),
     ],
 )

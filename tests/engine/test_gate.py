@@ -104,10 +104,8 @@ class TestGate:
     def test_setting_of_the_engine(self, make: Make, chunks: list[str]) -> None:
         """It holds for methods by name; an instance has its own, and the preset with a gate, unless another is set. The
         tiny model is never sure."""
-        sure, all_full = (
-            make(stored=chunks, min_confidence=0.0),
-            make(stored=chunks, min_confidence=1.0, prefix_cache_bytes=0),
-        )
+        sure = make(stored=chunks, min_confidence=0.0)
+        all_full = make(stored=chunks, min_confidence=1.0, prefix_cache_bytes=0)
         for engine, method, expected in (
             (all_full, None, "full"),
             (all_full, "direct", "full"),

@@ -113,8 +113,12 @@ def test_kv_between_stored_chunks(make: Make, passages: list[str]) -> None:
 
 
 NOT_MOVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"moved": "off"}, {}), ({"prefix_cache_bytes": 0}, {}), ({"require_certificate": True}, {})),
-    *(({}, {"moved": "off"}), ({}, {"method": "prefix"}), ({}, {"recompute_ratio": 1.0})),
+    ({"moved": "off"}, {}),
+    ({"prefix_cache_bytes": 0}, {}),
+    ({"require_certificate": True}, {}),
+    ({}, {"moved": "off"}),
+    ({}, {"method": "prefix"}),
+    ({}, {"recompute_ratio": 1.0}),
 ]
 
 

@@ -64,10 +64,8 @@ class TestSystemPrompt:
         assert (stats.hits, stats.misses) == (2, 0) and stats.prefix_tokens > 0
 
     def test_comes_before_messages_that_hold_none(self, make: Make, chunks: list[str]) -> None:
-        engine, messages = (
-            make(stored=chunks, system_prompt="Talk like a pirate."),
-            [{"role": "user", "content": rag(chunks)}],
-        )
+        engine = make(stored=chunks, system_prompt="Talk like a pirate.")
+        messages = [{"role": "user", "content": rag(chunks)}]
         assert engine.segment(messages) == engine.segment(rag(chunks))
         assert engine.generate(messages, SHORT).stats.prefix_tokens > 0
         own = [{"role": "system", "content": "Be brief."}, *messages]

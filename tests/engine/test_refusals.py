@@ -22,8 +22,12 @@ SENSELESS: list[dict[str, Any]] = [
     *({name: ""} for name in ("primary", "namespace", "store")),
     *({name: None} for name in ("primary", "namespace")),
     *({name: 5} for name in ("store", "auxiliary", "system_prompt")),
-    *({"chunk_context": "nonsense"}, {"dtype": "float64"}, {"codec": "int3"}, {"on_miss": "explode"}),
-    *({"memory_bytes": "1 GB"}, {"max_bytes": 1.5}),
+    {"chunk_context": "nonsense"},
+    {"dtype": "float64"},
+    {"codec": "int3"},
+    {"on_miss": "explode"},
+    {"memory_bytes": "1 GB"},
+    {"max_bytes": 1.5},
 ]
 
 

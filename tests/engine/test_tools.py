@@ -97,10 +97,8 @@ class TestTools:
     def test_results_of_tools_are_reused(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks[:2])
         messages = [user("Where?"), calling(query="x"), result(f"1. {chunks[0]}\n2. {chunks[1]}")]
-        answer, plan = (
-            engine.generate(messages, SamplingParams(max_tokens=3), tools=[SEARCH]),
-            engine.plan(messages, tools=[SEARCH]),
-        )
+        answer = engine.generate(messages, SamplingParams(max_tokens=3), tools=[SEARCH])
+        plan = engine.plan(messages, tools=[SEARCH])
         assert answer.stats.hits == 2 and answer.stats.reused_tokens > 0
         assert plan.question == "Where?", "nothing stands behind the results"
 

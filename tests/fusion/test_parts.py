@@ -75,8 +75,15 @@ def polyglot(tiny_models: Models) -> CacheClipEngine:
 
 
 IN_FORMS = {
-    **{"English": "JSON", "apostrophes": "SQL", "French": "typed signs", "Vietnamese": "decomposed", "Korean": "JSON"},
-    **{"Japanese": "bytes of Python", "Hindi": "variation selectors", "Hebrew": "a URL", "emoji": "HTML twice"},
+    "English": "JSON",
+    "apostrophes": "SQL",
+    "French": "typed signs",
+    "Vietnamese": "decomposed",
+    "Korean": "JSON",
+    "Japanese": "bytes of Python",
+    "Hindi": "variation selectors",
+    "Hebrew": "a URL",
+    "emoji": "HTML twice",
     "signs": "composed",
 }
 

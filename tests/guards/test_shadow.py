@@ -163,10 +163,8 @@ class TestShadow:
         """At any rate, once, and with the figures of a slow comparison."""
         engine = make(shadow_rate=rate, finish="verify")
         asked(engine, "Weights are loaded, and the shared prefix is stored.")
-        ratios, refuse = (
-            {"recompute_ratio": ratio} if method == "cacheclip" else {},
-            raising(AssertionError("a prefill")),
-        )
+        ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
+        refuse = raising(AssertionError("a prefill"))
         with monkeypatch.context() as patch:
             for owner, name in ((type(engine.primary), "prefill"), (type(engine.primary), "prefill_from")):
                 patch.setattr(owner, name, refuse)

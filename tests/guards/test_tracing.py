@@ -15,9 +15,19 @@ from tests.conftest import CHUNKS, rag_prompt
 
 STATS = replace(
     stats("cacheclip", cached_prefix_tokens=0),
-    **{"prompt_tokens": 100, "prefix_tokens": 5, "fresh_tokens": 15, "chunk_tokens": 80, "recomputed_tokens": 16},
-    **{"hits": 4, "misses": 1, "ttft_s": 2.0, "queued_s": 0.0625, "generated_tokens": 7, "decode_s": 4.0},
-    **{"phases_s": {"lookup": 0.25, "read": 0.0, "select": 0.5, "assemble": 0.125, "recompute": 1.0}, "verify_s": 1.0},
+    prompt_tokens=100,
+    prefix_tokens=5,
+    fresh_tokens=15,
+    chunk_tokens=80,
+    recomputed_tokens=16,
+    hits=4,
+    misses=1,
+    ttft_s=2.0,
+    queued_s=0.0625,
+    generated_tokens=7,
+    decode_s=4.0,
+    phases_s={"lookup": 0.25, "read": 0.0, "select": 0.5, "assemble": 0.125, "recompute": 1.0},
+    verify_s=1.0,
 )
 
 
@@ -32,16 +42,28 @@ def test_values(spans: InMemorySpanExporter) -> None:
     assert answer.name == "chat my/model" and seconds(answer, answer) == (0.0, 6.0)
     of_stats = ("chunk_tokens", "recomputed_tokens", "cached_prefix_tokens", "continued_tokens", "gated", "bypassed")
     assert dict(answer.attributes or {}) == {
-        **{"gen_ai.operation.name": "chat", "gen_ai.provider.name": "cacheclip_rag"},
-        **{"gen_ai.request.model": "my/model", "gen_ai.usage.input_tokens": 100, "gen_ai.usage.output_tokens": 7},
-        **{"gen_ai.response.finish_reasons": ("length",), "cacheclip.method": "cacheclip", "cacheclip.fallback": ""},
-        **{"cacheclip.hits": 4, "cacheclip.misses": 1, "cacheclip.charged_ratio": 0.0},
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "cacheclip_rag",
+        "gen_ai.request.model": "my/model",
+        "gen_ai.usage.input_tokens": 100,
+        "gen_ai.usage.output_tokens": 7,
+        "gen_ai.response.finish_reasons": ("length",),
+        "cacheclip.method": "cacheclip",
+        "cacheclip.fallback": "",
+        "cacheclip.hits": 4,
+        "cacheclip.misses": 1,
+        "cacheclip.charged_ratio": 0.0,
         **dict(zip((f"cacheclip.{name}" for name in of_stats), (80, 16, 0, 0, False, False), strict=True)),
     }
     # 2.0 s to the first token, of which 1.9375 are told: what nobody told came first
     assert {phase.name.removeprefix("cacheclip "): seconds(phase, answer) for phase in phases} == {
-        **{"queue": (0.0625, 0.125), "lookup": (0.125, 0.375), "select": (0.375, 0.875), "assemble": (0.875, 1.0)},
-        **{"recompute": (1.0, 2.0), "decode": (2.0, 5.0), "verify": (5.0, 6.0)},
+        "queue": (0.0625, 0.125),
+        "lookup": (0.125, 0.375),
+        "select": (0.375, 0.875),
+        "assemble": (0.875, 1.0),
+        "recompute": (1.0, 2.0),
+        "decode": (2.0, 5.0),
+        "verify": (5.0, 6.0),
     }
     assert all(phase.parent is not None and phase.parent.span_id == answer.context.span_id for phase in phases)
 

@@ -38,27 +38,35 @@ def around(*before: str, **tokens: Any) -> dict[str, Any]:
 
 
 FIELDS: dict[str, dict[str, Any]] = {
-    **{"no heads": {"num_attention_heads": 0}, "no key heads": {"num_key_value_heads": 0}},
-    **{
-        "no layers": {"num_hidden_layers": 0},
-        "minus layers": {"num_hidden_layers": -1},
-        "no width": {"hidden_size": 0},
-    },
-    **{"endless layers": {"num_hidden_layers": float("inf")}, "layers beyond memory": {"num_hidden_layers": 10**9}},
-    **{"layers of text": {"num_hidden_layers": "three"}, "types of no layer": {"layer_types": []}},
-    **{"a width of 300 digits": {"hidden_size": 10**300}, "an end of 300 digits": {"eos_token_id": 10**300}},
-    **{"no vocabulary": {"vocab_size": 0}, "no context": {"max_position_embeddings": 0}},
-    **{"a context of text": {"max_position_embeddings": "long"}, "a rope of text": {"rope_parameters": "default"}},
+    "no heads": {"num_attention_heads": 0},
+    "no key heads": {"num_key_value_heads": 0},
+    "no layers": {"num_hidden_layers": 0},
+    "minus layers": {"num_hidden_layers": -1},
+    "no width": {"hidden_size": 0},
+    "endless layers": {"num_hidden_layers": float("inf")},
+    "layers beyond memory": {"num_hidden_layers": 10**9},
+    "layers of text": {"num_hidden_layers": "three"},
+    "types of no layer": {"layer_types": []},
+    "a width of 300 digits": {"hidden_size": 10**300},
+    "an end of 300 digits": {"eos_token_id": 10**300},
+    "no vocabulary": {"vocab_size": 0},
+    "no context": {"max_position_embeddings": 0},
+    "a context of text": {"max_position_embeddings": "long"},
+    "a rope of text": {"rope_parameters": "default"},
     "a rope that divides by 0": {"rope_parameters": {"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4}},
     "a rope of base 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-    **{"outputs of another form": {"return_dict": None}, "endless labels": {"num_labels": 10**9}},
+    "outputs of another form": {"return_dict": None},
+    "endless labels": {"num_labels": 10**9},
 }
 """Of the config."""
 PARTS: dict[str, tuple[str, Any]] = {
-    **{"no tokens": ("model.vocab", {}), "a token twice": ("model.vocab", {"a": 0, "b": 0})},
-    **{"a huge id": ("model.vocab", {"a": 2**40}), "merges of nothing": ("model.merges", [["no", "such"]])},
+    "no tokens": ("model.vocab", {}),
+    "a token twice": ("model.vocab", {"a": 0, "b": 0}),
+    "a huge id": ("model.vocab", {"a": 2**40}),
+    "merges of nothing": ("model.merges", [["no", "such"]]),
     "no pre-tokenizer": ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "("}}),
-    **{"no model": ("model", None), "an added token of a huge id": ("added_tokens.0.id", 2**31)},
+    "no model": ("model", None),
+    "an added token of a huge id": ("added_tokens.0.id", 2**31),
     "a post-processor without its tokens": ("post_processor", around("[no]")),
     "a post-processor of a huge id": (
         "post_processor",
@@ -82,7 +90,8 @@ PARTS: dict[str, tuple[str, Any]] = {
 """Of the tokenizer."""
 LENGTHS = ("x", "", [], {"a": 1}, None, 1.5, -1, float("inf"), float("nan"), 10**300, True)
 TEXTS = {
-    **{"a list as config": ("config.json", "[]"), "deep config": ("config.json", "[" * 100_000)},
+    "a list as config": ("config.json", "[]"),
+    "deep config": ("config.json", "[" * 100_000),
     "a template of half a block": ("chat_template.jinja", "{% for"),
     "a template that divides by 0": ("chat_template.jinja", "{{ 1 // 0 }}"),
     "a template that calls itself": ("chat_template.jinja", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
@@ -102,9 +111,15 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 HARMLESS = {
-    *("an end of 300 digits", "types of no layer", "merges of nothing", "a token twice", "an added token of a huge id"),
+    "an end of 300 digits",
+    "types of no layer",
+    "merges of nothing",
+    "a token twice",
+    "an added token of a huge id",
+    "a decoder that drops the text",
+    "a cut to no tokens",
+    "outputs of another form",
     *(name for name in DAMAGES if name.startswith("a longest text of ")),
-    *("a decoder that drops the text", "a cut to no tokens", "outputs of another form"),
 }
 """Transformers reads some of them, and the model answers."""
 

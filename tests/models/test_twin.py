@@ -34,10 +34,8 @@ def _rule(**change: Callable[[Any], Any]) -> Callable[[Patch, Any], None]:
 
 def _other_mask(patch: Patch, model: Any) -> None:
     """A row sees its successor, too."""
-    module, more = (
-        sys.modules[type(model).__module__],
-        {"or_mask_function": lambda batch, head, row, key: key == row + 1},
-    )
+    module = sys.modules[type(model).__module__]
+    more = {"or_mask_function": lambda batch, head, row, key: key == row + 1}
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if make := getattr(module, name, None):
             patch.setattr(module, name, lambda *args, make=make, **inputs: make(*args, **{**inputs, **more}))

@@ -56,16 +56,6 @@ def folder(tiny_models: dict[str, str], tmp_path: Path) -> Path:
     return copied(tiny_models["llama"], tmp_path / "model")
 
 
-LOST = """model.embed_tokens.weight model.norm.weight .self_attn.k_proj.weight layers.1.self_attn.q_proj.bias
-layers.1.mlp.down_proj.scales layers.0.mlp.down_proj.qweight"""
-
-
-LEFT_OUT = """model.layers.0.self_attn.q_proj.bias model.layers.1.self_attn.q_norm.weight model.norm.bias lm_head.bias
-model.layers.0.self_attn.k_proj.lora_A.weight"""
-NO_PART = """v_head.summary.weight model.layers.9.self_attn.q_proj.weight visual.patch.weight
-model.layers.0.self_attn.rotary_emb.inv_freq"""
-
-
 class TestAllTensorsAreThere:
     @pytest.mark.parametrize("architecture", TINY_MODELS)
     def test_none_may_be_missing(self, tiny_models: dict[str, str], tmp_path: Path, architecture: str) -> None:
@@ -99,14 +89,32 @@ class TestAllTensorsAreThere:
         with pytest.raises(ModelError, match="k_proj|mismatched_sizes"):
             load_model(folder)
 
-    @pytest.mark.parametrize("name", LEFT_OUT.split())
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "model.layers.0.self_attn.q_proj.bias",
+            "model.layers.1.self_attn.q_norm.weight",
+            "model.layers.0.self_attn.k_proj.lora_A.weight",
+            "model.norm.bias",
+            "lm_head.bias",
+        ],
+    )
     def test_a_tensor_that_would_be_left_out(self, folder: Path, name: str) -> None:
         change_weights(folder, lambda tensors: {**tensors, name: torch.ones(4)})
         with pytest.raises(ModelError, match=f"also has {name}"):
             load_model(folder)
 
-    def test_other_heads_towers_and_layers_are_no_part_of_it(self, folder: Path) -> None:
-        change_weights(folder, lambda tensors: {**tensors, **{name: torch.ones(4) for name in NO_PART.split()}})
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "v_head.summary.weight",
+            "model.layers.9.self_attn.q_proj.weight",
+            "visual.patch.weight",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+        ],
+    )
+    def test_other_heads_towers_and_layers_are_no_part_of_it(self, folder: Path, name: str) -> None:
+        change_weights(folder, lambda tensors: {**tensors, name: torch.ones(4)})
         assert load_model(folder).num_layers
 
     @pytest.mark.parametrize("suffix", ["weight", "qweight"])
@@ -119,8 +127,18 @@ class TestAllTensorsAreThere:
             load_planning(folder)
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize("lost", LOST.split())
-    def test_whatever_its_tensors_are_called(self, folder: Path, lost: str) -> None:
+    @pytest.mark.parametrize(
+        ("lost", "named"),
+        [
+            ("model.embed_tokens.weight", "model.embed_tokens"),
+            ("model.norm.weight", "model.norm"),
+            (".self_attn.k_proj.weight", "layers.0.self_attn.k_proj"),
+            ("layers.1.self_attn.q_proj.bias", "layers.1.self_attn.q_proj.bias"),
+            ("layers.1.mlp.down_proj.scales", "layers.1.mlp.down_proj.scales"),
+            ("layers.0.mlp.down_proj.qweight", "layers.0.mlp.down_proj.qweight"),
+        ],
+    )
+    def test_whatever_its_tensors_are_called(self, folder: Path, lost: str, named: str) -> None:
         """Quantised in all layers but the last one, as some are."""
 
         def quantise(tensors: Tensors) -> Tensors:
@@ -136,7 +154,7 @@ class TestAllTensorsAreThere:
         change_weights(folder, quantise)
         assert load_planning(folder).num_layers == 3
         change_weights(folder, without(lost))
-        with pytest.raises(ModelError, match=f"which lack .*{re.escape(lost.removesuffix('.weight'))}"):
+        with pytest.raises(ModelError, match=f"which lack .*{re.escape(named)}"):
             load_planning(folder)
 
     def test_pickles_and_lost_files_are_no_weights(self, folder: Path) -> None:

@@ -107,7 +107,9 @@ class TestControlTokens:
             (byte_level("<tool_call>", "</tool_call>"), "<tool_call> </tool_call> <|im_end|>"),
             (as_gguf(byte_level("<tool_call>", "</tool_call>")), "<tool_call> </tool_call> <|im_end|>"),
             (sentencepiece("<table>", "\n\n"), "<eos> <pad>"),
-            *((unigram(), "</s>"), (words(), "<eos>"), (made_by_merges(), "<eos>")),
+            (unigram(), "</s>"),
+            (words(), "<eos>"),
+            (made_by_merges(), "<eos>"),
         ],
         ids=["added only", "as converted from GGUF", "sentencepiece", "unigram", "words", "made by merges"],
     )

@@ -62,11 +62,25 @@ def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
 def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
     """Config and tokenizer as they are published, which differ from those of the GGUF file."""
     published = {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rope_scaling": None},
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "rms_norm_eps": 1e-05, "rope_theta": rope_theta},
-        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "max_position_embeddings": 8192},
-        **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
-        **{"vocab_size": 49152, "initializer_range": 0.041666666666666664},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rope_scaling": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": rope_theta,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49152,
+        "initializer_range": 0.041666666666666664,
     }
     (tmp_path / "config.json").write_text(json.dumps(published))
     converted = Path(load_module.resolve("packaged:smollm2-135m"))
@@ -142,7 +156,10 @@ class TestOtherWeights:
     @pytest.mark.parametrize(
         "change",
         [
-            *({"num_hidden_layers": 3}, {"num_key_value_heads": 4}, {"architecture": "qwen2"}, {"vocab_size": 301}),
+            {"num_hidden_layers": 3},
+            {"num_key_value_heads": 4},
+            {"architecture": "qwen2"},
+            {"vocab_size": 301},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
         ],
         ids=str,

@@ -68,8 +68,13 @@ REWRITES: dict[str, Callable[[str], str]] = {
 
 
 IN_ANOTHER_FORM = [
-    *(("English", "JSON"), ("Hebrew", "escapes with braces"), ("emoji", "a URL"), ("Korean", "a URL in a URL")),
-    *(("Japanese", "bytes of Python"), ("French", "entities for spaces"), ("Hindi", "zero width")),
+    ("English", "JSON"),
+    ("Hebrew", "escapes with braces"),
+    ("emoji", "a URL"),
+    ("Korean", "a URL in a URL"),
+    ("Japanese", "bytes of Python"),
+    ("French", "entities for spaces"),
+    ("Hindi", "zero width"),
     ("signs", "variation selectors"),
 ]
 

@@ -278,7 +278,8 @@ class TestLoads:
     [
         (8, 1, [range(8)]),
         (8, 2, [range(4), range(4, 8)]),
-        *[(6, 3, [range(2), range(2, 4), range(4, 6)]), (2, 4, [range(1), range(1), range(1, 2), range(1, 2)])],
+        (6, 3, [range(2), range(2, 4), range(4, 6)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
     ],
 )
 def test_heads_of_workers(num_heads: int, size: int, heads: list[range]) -> None:

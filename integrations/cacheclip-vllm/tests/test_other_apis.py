@@ -140,7 +140,9 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a namespace": (RESPONSES, {"input": [{**CALLED, "namespace": "n"}]}, "field of a message"),
     "parts of an output": (RESPONSES, {"input": [{**OUTPUT, "output": [text("a", "input_text")]}]}, "kind of an item"),
     "half an answer": (
-        *(RESPONSES, {"input": [USER, {**SAID, "content": "The", "status": "incomplete"}]}, "continue_final_message"),
+        RESPONSES,
+        {"input": [USER, {**SAID, "content": "The", "status": "incomplete"}]},
+        "continue_final_message",
     ),
 }
 

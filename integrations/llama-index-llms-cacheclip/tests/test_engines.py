@@ -59,7 +59,8 @@ class TestEngines:
     @pytest.mark.parametrize(
         ("mode", "hits"),
         [
-            *[("simple", [[0]] * 4), ("context", [[2]] * 4)],
+            ("simple", [[0]] * 4),
+            ("context", [[2]] * 4),
             *((mode, [[2], *[[0, 2]] * 3]) for mode in ("condense_plus_context", "condense_question")),
         ],
     )

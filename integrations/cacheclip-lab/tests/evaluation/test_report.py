@@ -148,8 +148,12 @@ class TestSummary:
     @pytest.mark.parametrize(
         ("scores", "right"),
         [
-            *[({"em": 1.0}, 1), ({"em": 0.0, "contains": 1.0}, 1), ({"string_match_all": 0.75}, 0)],
-            *[({"f1": 0.5, "string_match_all": 1.0}, 1), ({"f1_zh": 1.0}, 1), ({"f1": 0.9, "f1_zh": 1.0}, 0)],
+            ({"em": 1.0}, 1),
+            ({"em": 0.0, "contains": 1.0}, 1),
+            ({"string_match_all": 0.75}, 0),
+            ({"f1": 0.5, "string_match_all": 1.0}, 1),
+            ({"f1_zh": 1.0}, 1),
+            ({"f1": 0.9, "f1_zh": 1.0}, 0),
         ],
     )
     def test_right_means_one_by_the_own_or_any_such_score(

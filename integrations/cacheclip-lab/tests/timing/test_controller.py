@@ -443,7 +443,9 @@ class TestReading:
             ("recompute", 1.5, 0.1, 3.5),  # scoring waits for the auxiliary's KV
             ("recompute", 0.5, 4.0, 4.5),  # the primary's KV is read last
             ("recompute", 1.5, 4.0, 5.5),
-            *[("scoring", 0.5, 0.5, 3.5), ("scoring", 0.5, 4.0, 6.5), ("", 0.5, 4.0, 7.5)],
+            ("scoring", 0.5, 0.5, 3.5),
+            ("scoring", 0.5, 4.0, 6.5),
+            ("", 0.5, 4.0, 7.5),
         ],
     )
     def test_what_is_read_beside_what(

@@ -331,7 +331,8 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "system": ([{"role": "system", "content": " Be short.\n"}, user(PROMPTS[0])], {}),
     "one part": ([user([{"type": "text", "text": PROMPTS[0]}])], {}),
     "several turns": (
-        *([user(f"{PROMPTS[1]} "), {"role": "assistant", "content": "Yes, ünicode."}, user(CHUNKS[5])], {}),
+        [user(f"{PROMPTS[1]} "), {"role": "assistant", "content": "Yes, ünicode."}, user(CHUNKS[5])],
+        {},
     ),
     "tools": ([user(PROMPTS[0])], {"tools": [TOOL]}),
     "a call and its result": ([user("Search."), {**CALLED, "content": ""}, RESULT], {"tools": [TOOL]}),

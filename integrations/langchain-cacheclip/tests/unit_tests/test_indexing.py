@@ -236,8 +236,12 @@ class TestOtherMethods:
     @pytest.mark.parametrize(
         ("options", "left"),
         [
-            *[({"delete_all": True}, ""), ({"filter": ["a"]}, "b"), ({"ids": ["b"], "filter": ["a"]}, "")],
-            *[({"ids": ["b"], "filter": None}, "a"), ({"ids": []}, "ab"), ({}, "ab")],
+            ({"delete_all": True}, ""),
+            ({"filter": ["a"]}, "b"),
+            ({"ids": ["b"], "filter": ["a"]}, ""),
+            ({"ids": ["b"], "filter": None}, "a"),
+            ({"ids": []}, "ab"),
+            ({}, "ab"),
         ],
         ids=str,
     )
