@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -66,9 +67,9 @@ class TransformersLoader(ModelLoader):
 
     def check(self) -> None:
         name, folder = self.name, expanded(self.name)
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):
             return
-        if folder.is_dir():
+        if os.path.isdir(folder):
             raise UnknownModelError(
                 f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
                 "folder that contains config.json and *.safetensors, or to a GGUF file itself."
@@ -93,7 +94,7 @@ class TransformersLoader(ModelLoader):
     @property
     def path(self) -> Path | None:
         folder = expanded(self.name)
-        return folder.resolve() if (folder / "config.json").is_file() else None
+        return folder.resolve() if os.path.isfile(folder / "config.json") else None
 
     @property
     def context_tokens(self) -> int | None:
@@ -141,7 +142,7 @@ def _listed(before: str, names: Sequence[str]) -> str:
 def _file(name: str, file: str) -> str | None:
     """A file of a model that is on this machine."""
     local = expanded(name) / file
-    if local.is_file():
+    if os.path.isfile(local):
         return str(local.resolve())
     if name.count("/") != 1:
         return None

@@ -29,15 +29,16 @@ _SPREAD_BYTES = 1 << 18
 """Of a file whose tensors are not looked up: its first bytes, and a piece every so many."""
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
+_OTHER_WEIGHTS = (".bin", ".gguf", ".npz", ".onnx", ".pt", ".pth")
 
 FileState = tuple[str, int, int, int, int]
 """Path, inode, size, time of change and of modification (ns)."""
 
 
-def file_states(folder: Path) -> tuple[FileState, ...]:
+def file_states(folder: Path, suffixes: tuple[str, ...] = _READ_SUFFIXES) -> tuple[FileState, ...]:
     """States of the files that a model is loaded from: config, weights, tokenizer, chat templates."""
     files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    return states_of(sorted(file for file in files if file.suffix in _READ_SUFFIXES and file.is_file()))
+    return states_of(sorted(file for file in files if file.suffix in suffixes and file.is_file()))
 
 
 def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
@@ -47,9 +48,12 @@ def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
 
 
 def states_in(place: Path) -> tuple[FileState, ...]:
-    """The same of a file, or of all files in a folder that are not hidden; none if there is nothing."""
-    inside = (file for file in place.rglob("*") if not any(p.startswith(".") for p in file.relative_to(place).parts))
-    return states_of(sorted(file for file in [place, *inside] if file.is_file()))
+    """The same of a file; of a folder as :func:`file_states`, and weights of other runtimes. None if there is nothing,
+    or it cannot be read."""
+    try:
+        return file_states(place, _READ_SUFFIXES + _OTHER_WEIGHTS) if place.is_dir() else states_of([place])
+    except (OSError, ValueError):
+        return ()
 
 
 def fingerprint(folder: Path) -> str:

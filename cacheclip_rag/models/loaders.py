@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -67,15 +68,16 @@ class ModelLoader(ABC):
     @property
     def path(self) -> Path | None:
         """The absolute path of a folder or file, if the name is a path of one that exists: settings are used in other
-        working directories. Not where a link leads: the name may tell whose model it is."""
-        path = expanded(self.name)
-        return path.absolute() if path.exists() else None
+        working directories. Not where a link leads: the name may tell whose model it is. None if :meth:`matches` does
+        not take the path: the name is none."""
+        path = expanded(self.name).absolute()
+        return path if os.path.exists(path) and self.matches(str(path)) else None
 
     @property
     def bare_name(self) -> str:
         """By what the name is compared with that of another time: files may have been moved since."""
         path = expanded(self.name)
-        is_path = path.is_absolute() or self.name.startswith(".") or path.exists()
+        is_path = path.is_absolute() or self.name.startswith(".") or self.path is not None
         return path.name if is_path else self.name
 
     @property
@@ -104,8 +106,8 @@ class ModelLoader(ABC):
     def files(self) -> tuple[FileState, ...]:
         """States of the files that are loaded (:func:`~cacheclip_rag.models.states_of`), fetched at first use. Engines
         share a loaded model while they stay, and none is taken if they change while it is loaded. Default: of the file
-        that :attr:`place` names, or of all files in the folder but hidden ones."""
-        return states_in(Path(self.place))
+        that :attr:`place` names, or of weights, configs and tokenizers right in the folder, by their suffixes."""
+        return () if self.path is None and self.place == self.name else states_in(Path(self.place))
 
     @property
     def own_dtype(self) -> str:

@@ -145,8 +145,14 @@ class Blind(WordsLoader):
 class FileLoader(WordsLoader):
     def load(self, *, dtype, device):
         runtime = FakeRuntime(self.name, dtype=dtype)
-        runtime.says = (self.path / "words" if self.path.is_dir() else self.path).read_bytes().decode("ascii")
+        runtime.says = (self.path / "words.txt" if self.path.is_dir() else self.path).read_bytes().decode("ascii")
         return runtime
+
+
+class NoPaths(WordsLoader):
+    @classmethod
+    def matches(cls, name):
+        return name.startswith("words-")
 
 
 class Unfinished(ModelLoader):
@@ -218,7 +224,7 @@ def test_a_model_whose_file_changed_is_loaded_again(install: Install, tmp_path: 
     """By a loader that says nothing of files, and where a runtime is registered. Engines that have it keep it."""
     install(source=RUNTIME, runtimes={"words": "guest_of_a_test:FileLoader"})
     (folder := tmp_path / "b.words").mkdir()
-    for name, file in ((tmp_path / "a.words", tmp_path / "a.words"), (folder, folder / "words")):
+    for name, file in ((tmp_path / "a.words", tmp_path / "a.words"), (folder, folder / "words.txt")):
         file.write_text("one")
         first = load_any(name)
         (tmp_path / "link.words").unlink(missing_ok=True)
@@ -226,13 +232,27 @@ def test_a_model_whose_file_changed_is_loaded_again(install: Install, tmp_path: 
         assert load_any(name) is load_any(tmp_path / "link.words") is first and is_here(str(name))
         file.write_text("another")
         assert (first.says, load_any(name).says) == ("one", "another")
-        if name is folder:
-            (folder / ".lock").touch()
-            assert load_any(name) is load_any(name) and len(loader_of(str(name)).files) == 1
     register_runtime("fake", FakeRuntime)
     first = load_any(f"fake:{tmp_path / 'a.words'}")
     (tmp_path / "a.words").write_text("a third")
     assert load_any(f"fake:{tmp_path / 'a.words'}") is not first
+    for each in (".git/b.json", "logs/b.json", "b.log"):
+        (folder / each).parent.mkdir(exist_ok=True)
+        (folder / each).touch()
+    for name in (str(folder), f"fake:{folder}"):
+        assert [Path(state[0]).name for state in loader_of(name).files] == ["words.txt"], name
+    assert loader_of(f"fake:{'a' * 300}").files == loader_of("fake:a\0b").files == ()
+
+
+def test_a_name_that_is_no_path_stays_one(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder has the same name: its path would be refused."""
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:NoPaths"})
+    (tmp_path / "words-a" / "b").mkdir(parents=True)
+    (tmp_path / "words-a" / "b" / "words.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    loader = loader_of(name := "words-a/b")
+    assert (loader.path, loader.place, loader.bare_name, loader.files) == (None, name, name, ())
+    assert loader_of(f"words-{'a' * 300}").path is None
 
 
 def test_an_error_that_a_loader_did_not_foresee_names_it(install: Install, tmp_path: Path) -> None:

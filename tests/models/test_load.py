@@ -56,7 +56,9 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 class TestNames:
-    @pytest.mark.parametrize("name", ["no-such-model", "smollm2", "", "  ", "a/b/c", "../outside", "C:\\models\\x"])
+    @pytest.mark.parametrize(
+        "name", ["no-such-model", "smollm2", "", "  ", "a/b/c", "../outside", "C:\\models\\x", "a" * 300]
+    )
     def test_unknown_lists_the_known(self, name: str) -> None:
         with pytest.raises(UnknownModelError) as caught:
             resolve(name)

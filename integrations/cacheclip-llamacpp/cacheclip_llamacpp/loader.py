@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
@@ -35,7 +36,7 @@ class GgufLoader(ModelLoader):
     @classmethod
     def matches(cls, name: str) -> bool:
         """Whether a name ends as a GGUF file's does. ``SCHEME:REST`` is another loader's."""
-        return name.lower().endswith(_SUFFIX) and (not _SCHEME.match(name) or expanded(name).is_file())
+        return name.lower().endswith(_SUFFIX) and (not _SCHEME.match(name) or os.path.isfile(expanded(name)))
 
     def check(self) -> None:
         if not self.is_here:
@@ -43,7 +44,7 @@ class GgufLoader(ModelLoader):
 
     @property
     def is_here(self) -> bool:
-        return expanded(self.name).is_file()
+        return os.path.isfile(expanded(self.name))
 
     @property
     def path(self) -> Path | None:

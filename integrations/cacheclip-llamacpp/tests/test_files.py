@@ -129,11 +129,11 @@ def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.Monkey
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "loop", "nothing"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "loop", "nothing", "long name"])
 def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / f"{'model' * (100 if kind == 'long name' else 1)}.gguf"
     links = {"dangling": lambda: file.symlink_to("nowhere"), "loop": lambda: file.symlink_to(file)}
-    {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file), "nothing": lambda: None, **links}[kind]()
+    {"folder": file.mkdir, "pipe": lambda: os.mkfifo(file), **links}.get(kind, lambda: None)()
     with pytest.raises(UnknownModelError, match="no GGUF file"):
         engine_of(file).generate(PROMPT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ class PackagedLoader(ModelLoader):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        is_folder = (expanded(name) / "config.json").is_file()
+        is_folder = os.path.isfile(expanded(name) / "config.json")
         return not is_folder and (name.startswith(PREFIX) or packaged_name(name) is not None)
 
     @classmethod
@@ -52,7 +53,7 @@ class PackagedLoader(ModelLoader):
 
     @property
     def is_here(self) -> bool:
-        return self._own.is_file() if self._is_file else (self._own / "config.json").is_file()
+        return os.path.isfile(self._own if self._is_file else self._own / "config.json")
 
     @property
     def bare_name(self) -> str:
