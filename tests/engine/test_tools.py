@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +61,31 @@ class TestSchema:
         with pytest.raises(ConfigurationError, match="json_schema must be"):
             SamplingParams(json_schema=schema)
 
-    @pytest.mark.parametrize("case", ["wibble", "verify", "revise", "a runtime that cannot", "without the extra"])
-    def test_refused(self, engine: CacheClipEngine, monkeypatch: Patch, case: str) -> None:
-        error, params, options = ConfigurationError, JSON, {}
-        if case == "wibble":
-            params, message = SamplingParams(json_schema={"type": case}), "cannot be followed.*wibble"
-        elif case in ("verify", "revise"):
-            options, message = {"finish": case}, f"finish='{case}'"
-        elif case == "a runtime that cannot":
-            engine, message = CacheClipEngine(**fake_models()), "cannot follow a json_schema"
-        else:
-            monkeypatch.setitem(sys.modules, "llguidance", None)
-            engine = CacheClipEngine(replace(engine.config, method="full"))
-            error, message = MissingExtraError, r"pip install 'cacheclip-rag\[structured\]'"
-        with pytest.raises(error, match=message):
+    @pytest.mark.parametrize(
+        ("params", "options", "message"),
+        [
+            (SamplingParams(json_schema={"type": "wibble"}), {}, "cannot be followed.*wibble"),
+            (JSON, {"finish": "verify"}, "finish='verify'"),
+            (JSON, {"finish": "revise"}, "finish='revise'"),
+        ],
+        ids=["an unsupported schema", "verify", "revise"],
+    )
+    def test_refused(
+        self, engine: CacheClipEngine, params: SamplingParams, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
             engine.generate("Who?", params, **options)
+
+    def test_a_runtime_that_cannot(self) -> None:
+        engine = CacheClipEngine(**fake_models())
+        with pytest.raises(ConfigurationError, match="cannot follow a json_schema"):
+            engine.generate("Who?", JSON)
+
+    def test_without_the_extra(self, tool_model: str, monkeypatch: Patch) -> None:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="full")
+        with pytest.raises(MissingExtraError, match=r"pip install 'cacheclip-rag\[structured\]'"):
+            engine.generate("Who?", JSON)
 
     def test_objects_are_closed_unless_the_schema_says_otherwise(self) -> None:
         inner = {"properties": {"a": {}}}
@@ -107,15 +116,17 @@ class TestTools:
         ids, runtime = engine.plan(messages, tools=[SEARCH]).layout.token_ids, engine.primary
         assert ids == runtime.tokenize(runtime.render_chat(messages, tools=[SEARCH]), control=True).ids
 
-    def test_a_model_without_tools_or_a_chat_template_says_so(
-        self, tiny_models: Models, tool_model: str, tmp_path: Path
-    ) -> None:
+    def test_a_model_without_tools_says_so(self, tiny_models: Models) -> None:
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None)
+        with pytest.raises(ConfigurationError, match="does not use tools"):
+            engine.generate("Where?", tools=[SEARCH])
+
+    def test_a_model_without_a_chat_template_says_so(self, tool_model: str, tmp_path: Path) -> None:
         folder = shutil.copytree(tool_model, tmp_path / "base")
         (folder / "chat_template.jinja").unlink()
-        for primary, message in ((tiny_models["llama"], "does not use tools"), (str(folder), "no chat template")):
-            engine = CacheClipEngine(primary=primary, auxiliary=None)
-            with pytest.raises(ConfigurationError, match=message):
-                engine.generate("Where?", tools=[SEARCH])
+        engine = CacheClipEngine(primary=str(folder), auxiliary=None)
+        with pytest.raises(ConfigurationError, match="no chat template"):
+            engine.generate("Where?", tools=[SEARCH])
         written = "".join(segment.text for segment in engine.segment([user("Where?"), calling(query="x")]))
         assert '"arguments": {"query": "x"}' in written
 

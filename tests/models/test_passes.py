@@ -103,9 +103,9 @@ def test_as_each_alone(architecture: str, tiny_models: dict[str, str]) -> None:
         tokens = [(7 * step + 11 * number) % 300 + 3 for number in range(len(LENGTHS))]
         found = runtime.decode_steps(together, tokens)
         for number, token in enumerate(tokens):
-            assert gap(found[number], runtime.decode_step(alone[number], token)) < EXACT
-    for one, other in zip(together, alone, strict=True):
-        assert one.get_seq_length() == other.get_seq_length() and gap(kv(one), kv(other)) < EXACT
+            assert gap(found[number], runtime.decode_step(alone[number], token)) < EXACT, (step, number)
+    for number, (one, other) in enumerate(zip(together, alone, strict=True)):
+        assert one.get_seq_length() == other.get_seq_length() and gap(kv(one), kv(other)) < EXACT, number
     one_by_one = runtime.decode_steps(together[:1], [5])
     assert gap(one_by_one[0], runtime.decode_step(alone[0], 5)) < EXACT
 

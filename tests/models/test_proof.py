@@ -416,13 +416,13 @@ class TestVerdict:
             assert gaps.keys() == {*checks, "planted"} and max(gaps.values()) == gaps["planted"] > BROKEN
             for what, wrong in [(each, wrong) for each in gaps for wrong in _WRONG[each == "planted"]]:
                 with pytest.raises(TypeError) if wrong == "0" else nullcontext():
-                    assert proof._failures({**verdict, "gaps": {**gaps, what: wrong}}, torch.float32)
+                    assert proof._failures({**verdict, "gaps": {**gaps, what: wrong}}, torch.float32), (what, wrong)
             others = [[], {"gaps": {}}, {**verdict, "checks": 1}, {**verdict, "gaps": {**gaps, "recompute": "0"}}]
             for damage in (b"", b"\xff", *(json.dumps(each).encode() for each in others)):
                 memo.write_bytes(damage)
                 if again == "twin":
                     memos[len(proof._BRIEF)].unlink()
-                assert again in load(first) and json.loads(memo.read_text()).keys() == verdict.keys()
+                assert again in load(first) and json.loads(memo.read_text()).keys() == verdict.keys(), damage
         monkeypatch.setattr(proof, "device_name", lambda device: (str(device), "another GPU"))
         assert load(first) == ["twin", "own"]
         monkeypatch.setattr(kept.transformers, "__version__", "99.0")

@@ -249,11 +249,17 @@ class TestLeastTokens:
         least = LeastTokens.of(own)
         assert least is not None and least("zzzzazz") == len(ids_of(own, "zzzzazz")) == 1
 
-    def test_where_it_is_not_certain_there_is_none(self) -> None:
-        """Nor with a normalizer or a step that drops text."""
-        stripping, dropping = make_tokenizer(400), make_tokenizer(400)
-        stripping.backend_tokenizer.normalizer = normalizers.Strip()
+    @pytest.mark.parametrize("tokenizer", [sentencepiece(), unigram(), words(), made_by_merges()])
+    def test_where_it_is_not_certain_there_is_none(self, tokenizer: Any) -> None:
+        assert LeastTokens.of(tokenizer) is None
+
+    def test_nor_with_a_normalizer(self) -> None:
+        tokenizer = make_tokenizer(400)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+        assert LeastTokens.of(tokenizer) is None
+
+    def test_nor_with_a_step_that_drops_text(self) -> None:
+        tokenizer = make_tokenizer(400)
         steps = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        dropping.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        for tokenizer in (sentencepiece(), unigram(), words(), made_by_merges(), stripping, dropping):
-            assert LeastTokens.of(tokenizer) is None
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        assert LeastTokens.of(tokenizer) is None

@@ -140,6 +140,15 @@ def test_the_catalog_changes_a_tenants_own(store: ChunkStore, method: str) -> No
     assert state(store, "u") == before
 
 
+def test_a_write_that_is_abandoned_ends_no_other_tenants(store: ChunkStore) -> None:
+    """Only its number says whose it is."""
+    reserve, evict = store.catalog.announcements.reserve, store.writes.evict
+    (own, _), (others, _) = (reserve(name, key(9, name), 4096, name * 32, evict) for name in "tu")
+    assert own is not None and others is not None
+    store.catalog.announcements.abandon(own)
+    assert store.catalog.announcements.writers() == ["u" * 32]
+
+
 @pytest.mark.parametrize("catalog", [True, False], ids=["catalog", "no catalog"])
 @pytest.mark.parametrize("method", OF_TENANT)
 def test_a_tenants_store_has_nothing_of_another(store: ChunkStore, tmp_path: Path, method: str, catalog: bool) -> None:

@@ -200,7 +200,7 @@ def test_answers_do_not_tell_where_files_are(
         assert [each.status_code for each in refused] == [400, 400]
         for each in (said, *refused):
             assert "llama-rope-dynamic" in each.text
-            assert not any(str(path) in each.text for path in (*models.values(), tmp_path))
+            assert not any(str(path) in each.text for path in (*models.values(), tmp_path)), each.text
 
 
 def test_of_another_content_type(served: Served) -> None:
@@ -233,7 +233,8 @@ def test_of_a_prompt_that_is_too_long(served: Served) -> None:
     """Alone, in a stream, or with others."""
     together = served.client.post("/v1/completions", json={"prompt": ["word " * 10_000] * 2})
     for response in (*(served.chat("word " * 6000, stream=stream) for stream in (False, True)), together):
-        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+        assert response.status_code == 400, response.request.content[:60]
+        assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("says_so", [True, False], ids=["stated", "in pieces"])

@@ -307,7 +307,7 @@ class TestAsItIs:
         name = Path(config.primary).name
         whole, streamed = served.ask().json()["cacheclip"], served.events()[-1]["cacheclip"]
         for own in (whole, streamed):
-            assert own["outcome"] == "plain" and f"of model {name!r} change" in own["reason"] == own["fallback"]
+            assert own["outcome"] == "plain" and f"of model {name!r} change" in own["reason"] == own["fallback"], own
 
         def fail(*args: Any, **options: Any) -> Any:
             raise PromptTooLongError(f"too long for {config.primary!r}")
@@ -318,7 +318,7 @@ class TestAsItIs:
         metrics = served.client.get("/metrics").text
         assert f"of model {name!r} change" in metrics
         for text in (json.dumps([whole, streamed]), refused.text, metrics):
-            assert not any(str(path) in text for path in (config.primary, config.auxiliary, config.store))
+            assert not any(str(path) in text for path in (config.primary, config.auxiliary, config.store)), text
 
     def test_what_no_certificate_covers(self, config: EngineConfig) -> None:
         settings = ServerSettings(replace(config, method="full", require_certificate=True), "tiny", seal=SEAL)
@@ -381,9 +381,9 @@ class TestRefusals:
         self, served: Served, given: dict[str, Any], sent: dict[str, Any]
     ) -> None:
         for ask in (served.ask, served.complete):
-            assert ask(**given).status_code == 200
+            assert ask(**given).status_code == 200, ask
             own = {"messages", "prompt", "kv_transfer_params", "cache_salt"}
-            assert {name: value for name, value in served.inner.last.items() if name not in own} == sent
+            assert {name: value for name, value in served.inner.last.items() if name not in own} == sent, ask
 
     def test_allowed_tools(self, served: Served) -> None:
         def choice(mode: str, *names: str) -> dict[str, Any]:
@@ -408,7 +408,7 @@ class TestRefusals:
 
     def test_of_another_host_and_of_a_tenant(self, served: Served) -> None:
         for path in ("/v1/models", "/metrics", "/health"):
-            assert served.client.get(path, headers={"host": "evil.example"}).status_code == 403
+            assert served.client.get(path, headers={"host": "evil.example"}).status_code == 403, path
         assert served.ask(cacheclip={"tenant": "default"}).status_code == 403
 
     async def test_of_a_websocket(self, settings: ServerSettings) -> None:

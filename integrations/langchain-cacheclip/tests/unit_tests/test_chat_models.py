@@ -156,24 +156,32 @@ def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: 
     assert read()[1]["content"].startswith("Wait.") and "see" not in read()[1]["content"]
 
 
-def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip, read: Read) -> None:
+def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     with pytest.raises(ConfigurationError, match="'chat' message"):
         llm.invoke([HumanMessage(PROMPT), ChatMessage("42", role="robot")])
-    for block in (
+    with pytest.raises(ConfigurationError, match="'human' without text"):
+        llm.invoke([HumanMessage([{"type": "reasoning", "reasoning": "Hm."}])])
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
         {"type": "image_url", "image_url": {"url": "data:,"}},
         {"type": "image", "base64": "", "mime_type": "image/png"},
         {"type": "text-plain", "url": "file:///x.txt"},
         {"type": "document", "source": {}},
-    ):
-        both = [text(PROMPT), block]
-        for messages in ([HumanMessage(both)], [SystemMessage(both), HumanMessage(PROMPT)]):
-            with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
-                llm.invoke(messages)
-        # of another model's turns, the text is read
-        llm.invoke([HumanMessage(both), AIMessage(both), HumanMessage([block]), HumanMessage(PROMPT)])
-        assert [each["content"] for each in read()] == [PROMPT, PROMPT, "", PROMPT]
-    with pytest.raises(ConfigurationError, match="'human' without text"):
-        llm.invoke([HumanMessage([{"type": "reasoning", "reasoning": "Hm."}])])
+    ],
+)
+def test_blocks_that_are_no_text_are_refused_and_passed_over_in_turns_of_another_model(
+    llm: ChatCacheClip, read: Read, block: dict[str, Any]
+) -> None:
+    both: list[Any] = [text(PROMPT), block]
+    with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
+        llm.invoke([HumanMessage(both)])
+    with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
+        llm.invoke([SystemMessage(both), HumanMessage(PROMPT)])
+    llm.invoke([HumanMessage(both), AIMessage(both), HumanMessage([block]), HumanMessage(PROMPT)])
+    assert [each["content"] for each in read()] == [PROMPT, PROMPT, "", PROMPT]
 
 
 @pytest.mark.parametrize(

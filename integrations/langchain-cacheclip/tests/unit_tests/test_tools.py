@@ -83,15 +83,20 @@ class TestLangChain:
         several: Any = chat.bind_tools([search], parallel_tool_calls=True)
         assert len(several.invoke("Where?").tool_calls) == 2
 
-    def test_choices(self, chat: ChatCacheClip) -> None:
-        for tools, choice, options, message in (
-            ([search], "find", {}, "no tool 'find'"),
-            ([], "any", {}, "no tool ''"),
-            ([search], 3, {}, "tool_choice must"),
-            ([search], "any", {"json_schema": {}}, "Give one of them"),
-        ):
-            with pytest.raises(ConfigurationError, match=message):
-                chat.bind_tools(tools, tool_choice=choice, **options)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("tools", "options", "message"),
+        [
+            ([search], {"tool_choice": "find"}, "no tool 'find'"),
+            ([], {"tool_choice": "any"}, "no tool ''"),
+            ([search], {"tool_choice": 3}, "tool_choice must"),
+            ([search], {"tool_choice": "any", "json_schema": {}}, "Give one of them"),
+        ],
+    )
+    def test_choices_that_are_refused(self, chat: ChatCacheClip, tools: Any, options: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            chat.bind_tools(tools, **options)
+
+    def test_no_tool_by_choice(self, chat: ChatCacheClip) -> None:
         fake_of(chat.engine).says = [CALL]
         assert chat.bind_tools([search], tool_choice="none").invoke("Where?").content == CALL
         assert "Find texts" not in fake_of(chat.engine).prompts[-1]
