@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from .replies import EventsReply, Result, StreamReply, WholeReply, with_code
+from .replies import EventsReply, ReplyText, Result, StreamReply, WholeReply, with_code
 
 
 class Replay:
@@ -37,9 +38,11 @@ class ReplySender:
     """Sends vLLM's response with our field, and the error of a long prompt with its code. Other errors and other
     content pass as they are."""
 
-    def __init__(self, result: Result, send: Send, stream: StreamReply | EventsReply, *, kept: int) -> None:
-        """``stream``: what reads a stream; ``kept``: bytes of it that :attr:`body` keeps."""
-        self._send, self._kept = send, kept
+    def __init__(
+        self, result: Result, send: Send, stream: StreamReply | EventsReply, *, kept: int, said: ReplyText | None
+    ) -> None:
+        """``stream``: what reads a stream; ``kept``: bytes of it that :attr:`body` keeps; ``said`` reads the answer."""
+        self._send, self._kept, self._said = send, kept, said
         self._whole, self._stream = WholeReply(result), stream
         self._start: Message | None = None
         self._kind = ""
@@ -67,10 +70,19 @@ class ReplySender:
         else:
             await self._pass_on(message)
 
+    def _listen(self, data: bytes, more: bool) -> None:
+        """Read the answer, if it can be: the client has it in any case."""
+        if self._said is not None:
+            with suppress(ValueError, TypeError, AttributeError):
+                self._said.feed(data)
+                if not more:
+                    self._said.finish()
+
     async def _collect(self, message: Message) -> None:
         self.body += message.get("body", b"")
         if message.get("more_body", False):
             return
+        self._listen(bytes(self.body), False)
         assert self._start is not None, "a body has a start before it"
         finish = self._whole.finish if self._start["status"] == 200 else with_code
         await _send_whole(self._send, self._start, finish(bytes(self.body)))
@@ -80,6 +92,7 @@ class ReplySender:
         came = message.get("body", b"")
         if len(self.body) < self._kept:
             self.body += came
+        self._listen(came, more)
         data = self._stream.feed(came)
         if not more:
             data += self._stream.finish()

@@ -22,7 +22,6 @@ from cacheclip_rag.planning import Waiter
 
 from .once import WarnOnce
 from .planners import Planning, Route
-from .replies import ReplyText
 from .shadow_checks import ask_itself
 
 logger = logging.getLogger(__name__)
@@ -119,19 +118,15 @@ class IdlePrefills:
             if not self._running:
                 self._is_idle.set()
 
-    def offer(self, scope: Scope, body: Mapping[str, Any], way: Route, tenant: str, sent: bytes | bytearray) -> None:
+    def offer(self, scope: Scope, body: Mapping[str, Any], way: Route, tenant: str, answer: str) -> None:
         """Prefill a prompt with a fused answer later. Takes the place of the turn before. Returns at once.
 
         Args:
             scope: of the client's request; ``body``: as it went to vLLM.
-            sent: vLLM's response, or the beginning of its stream.
+            answer: its text, without reasoning.
         """
         assert way.planned is not None, "a fused answer had a plan"
         asked = {**scope, "path": scope.get("root_path", "") + "/v1/completions"}
-        try:
-            answer = ReplyText.of(sent).content
-        except ValueError:
-            answer = ""
         new = _Conversation(asked, _fields(body), [*way.planned.token_ids], answer, tenant, way.erasures)
         others = [each for each in self._conversations if not new.takes_place_of(each)]
         self._conversations = [*others, new][-_MOST_CONVERSATIONS:]

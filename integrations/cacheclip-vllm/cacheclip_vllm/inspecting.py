@@ -5,7 +5,6 @@ token has a score there, and nobody says why a text was not found.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 from dataclasses import dataclass
@@ -55,23 +54,20 @@ class Inspecting:
         """The page of an answer. Call it before the prompt is read."""
         return UpcomingPage(self, field, tenant, self._inspection.forgets(tenant))
 
-    async def add(
-        self, page: UpcomingPage, way: Route, stats: FusionStats, sent: bytes | bytearray
-    ) -> InspectedAnswer | None:
-        """Keep an answer. ``sent``: vLLM's response, or the beginning of its stream. What goes wrong is logged."""
+    async def add(self, page: UpcomingPage, way: Route, stats: FusionStats, said: ReplyText) -> InspectedAnswer | None:
+        """Keep an answer. What goes wrong is logged."""
         try:
-            return await asyncio.to_thread(self._add, page, way, stats, bytes(sent))
+            return await asyncio.to_thread(self._add, page, way, stats, said)
         except Exception as error:
             self._warn_once("an answer has no page: %s", error)
             return None
 
-    def _add(self, page: UpcomingPage, way: Route, stats: FusionStats, sent: bytes) -> InspectedAnswer | None:
+    def _add(self, page: UpcomingPage, way: Route, stats: FusionStats, said: ReplyText) -> InspectedAnswer | None:
         planner, trace = self._planning.planner(page.tenant), None
-        text, has_ended = said(sent)
         if way.planned is not None:
             with planner.asking(Waiter()):
                 trace = planner.trace(way.planned, stats)
-        answer = Answer(text, (), "stop" if has_ended else "length", stats, trace)
+        answer = Answer(said.text, (), said.finish_reason, stats, trace, reasoning=said.reasoning)
         prompt = "" if way.asked is None else way.asked.prompt
         question = ServedQuestion(prompt, page.tenant, page.field.call_options())
         return self._inspection.add(question, answer, page.forgets)
@@ -87,27 +83,6 @@ class UpcomingPage:
     forgets: int
     """How often the tenant's answers were forgotten before the prompt was read."""
 
-    async def add(self, way: Route, stats: FusionStats, sent: bytes | bytearray) -> InspectedAnswer | None:
+    async def add(self, way: Route, stats: FusionStats, said: ReplyText) -> InspectedAnswer | None:
         """Keep the answer, unless a text of the tenant was erased meanwhile."""
-        return await self.inspecting.add(self, way, stats, sent)
-
-
-def said(sent: bytes) -> tuple[str, bool]:
-    """Text of an answer of any path, or of the beginning of such a stream, and whether it ended by itself. Raises
-    ValueError: it is no answer."""
-    if sent.startswith(b"{"):
-        whole = json.loads(sent)
-        parts = [whole, *(whole.get("output") or ())]
-        texts = [part.get("text") or "" for each in parts for part in each.get("content") or ()]
-        if texts:
-            return "".join(texts), True
-    if not sent.startswith(b"event:"):
-        answer = ReplyText.of(sent)
-        return answer.text, answer.has_ended
-    text = ""
-    for event in sent.split(b"\n\n")[:-1]:
-        kind, _, data = event.partition(b"\ndata: ")
-        if kind in (b"event: content_block_delta", b"event: response.output_text.delta"):
-            delta = json.loads(data).get("delta")
-            text += delta if isinstance(delta, str) else (delta or {}).get("text") or ""
-    return text, True
+        return await self.inspecting.add(self, way, stats, said)

@@ -54,7 +54,7 @@ from .internals import PROBE_TOKENS, check_probe, probe
 from .other_apis import MESSAGES, RESPONSES, add_system, as_counted, read_messages, read_response
 from .parameters import EXACT, PARAMETER, request_parameters
 from .planners import Planning, Route
-from .replies import EventsReply, Result, StreamReply
+from .replies import EventsReply, ReplyText, Result, StreamReply
 from .requests import (
     NotPlanned,
     PlannablePrompt,
@@ -91,7 +91,7 @@ did not end, and would wait for their connections forever."""
 _KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 """vLLM's own setting of the seconds for which an idle connection is kept."""
 _MOST_KEPT = 2**16
-"""Bytes of a stream that are kept for a shadow check, which compares its beginning."""
+"""Bytes of a stream that are kept for a shadow check, which compares the beginning of its answer."""
 _MOST_SEQUENCES, _MOST_WAITING = 256, 512
 """Of vLLM at once, if it does not say; and requests of one of several tenants that wait."""
 _SWITCH = TypeAdapter(bool)
@@ -304,9 +304,10 @@ class CacheClip:
                 way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
-            kept = _MOST_KEPT if self._checks.rate or completes or page else 0
+            said = ReplyText() if completes or page else None
+            kept = _MOST_KEPT if self._checks.rate else 0
             stream = EventsReply(result) if is_other else StreamReply(result, _count_usage(body))
-            reply = ReplySender(result, send, stream, kept=kept)
+            reply = ReplySender(result, send, stream, kept=kept, said=said)
             replay = Replay(as_json(body), leaving, receive)
             self._running += 1
             try:
@@ -321,16 +322,16 @@ class CacheClip:
                 self.planning.check(way, tenant)
             if reply.is_done:
                 shown = None
-                if page is not None and result.stats is not None:
-                    shown = await page.add(way, result.stats, reply.body)
+                if page and said and result.stats:
+                    shown = await page.add(way, result.stats, said)
                 if not is_other:
                     self._checks.offer(scope, body, result, reply.body, shown)
                 if result.stats is not None:
                     self._idle.count(result.stats.prompt_tokens + result.stats.generated_tokens)
                 if way.reason == EXACT and result.outcome == "plain":
                     self._idle.forget(body)
-                if completes and result.outcome in ("fused", "cached"):
-                    self._idle.offer(scope, body, way, tenant, reply.body)
+                if completes and said and result.outcome in ("fused", "cached"):
+                    self._idle.offer(scope, body, way, tenant, said.text)
 
     async def _planned(
         self, path: str, body: dict[str, Any], field: CacheClipField, tenant: str, leaving: asyncio.Future[Message]

@@ -297,30 +297,78 @@ class EventsReply:
 _LAST = (b"message_delta", b"response.completed", b"response.incomplete")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyText:
-    """What a model said."""
+_TEXTS = {"text": "text", "text_delta": "text", "output_text": "text", "response.output_text.delta": "delta"}
+"""Kinds of parts and events that have text of an answer, and under which name."""
+_REASONING = {
+    "thinking": "thinking",
+    "thinking_delta": "thinking",
+    "reasoning_text": "text",
+    "response.reasoning_text.delta": "delta",
+}
+_CUT = ("length", "max_tokens", "incomplete")
+"""Why answers ended that did not end by themselves."""
 
-    text: str
-    has_ended: bool
-    """Whether it ended by itself, and not at a number of tokens."""
-    content: str = ""
-    """The text without reasoning."""
+
+@dataclass
+class ReplyText:
+    """What a model said: in vLLM's response on any path, whole or a stream, of several choices in the first. Read while
+    it passes: the text is kept, not the events."""
+
+    text: str = ""
+    """Without reasoning."""
+    reasoning: str = ""
+    end: str = ""
+    """Why it ended, in the words of its path; empty until it has."""
+    _rest: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
     def of(cls, body: bytes | bytearray) -> ReplyText:
-        """That of vLLM's response with one choice, or of the beginning of such a stream. An event that is cut off is
-        left out. Raises ValueError: it is neither."""
-        whole = body.split(b"\n\n")[:-1]
-        events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
-        text, content, has_ended = "", "", False
-        for chunk in [body] if body.startswith(b"{") else events:
-            for choice in json.loads(chunk).get("choices", ()):
+        """That of a response, or of the beginning of a stream. An event that is cut off is left out. Raises ValueError:
+        it is neither."""
+        reply = cls()
+        reply.feed(bytes(body))
+        reply.finish()
+        return reply
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended by itself, not at a number of tokens nor with calls. Of chats and completions."""
+        return self.end == "stop"
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.end in _CUT else "stop"
+
+    def feed(self, data: bytes) -> None:
+        """Read the next bytes. Raises ValueError: an event is no JSON."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            chunk = (b"\n" + event).partition(b"\ndata: ")[2]
+            if chunk.startswith(b"{"):
+                self._read(json.loads(chunk))
+
+    def finish(self) -> None:
+        """Read a response that is no stream, now that it is whole. Raises ValueError: it is no JSON."""
+        rest, self._rest = self._rest, b""
+        if rest.startswith(b"{"):
+            self._read(json.loads(rest))
+
+    def _read(self, said: dict[str, Any]) -> None:
+        for choice in said.get("choices") or ():
+            if not choice.get("index"):
                 part = choice.get("message") or choice.get("delta") or choice
-                said = "".join(part.get(name) or "" for name in ("content", "text"))
-                text, content = text + (part.get("reasoning") or "") + said, content + said
-                has_ended |= choice.get("finish_reason") == "stop"
-        return cls(text, has_ended, content)
+                self.reasoning += part.get("reasoning") or ""
+                self.text += "".join(part.get(name) or "" for name in ("content", "text"))
+                self.end = choice.get("finish_reason") or self.end
+        delta, response = said.get("delta"), said.get("response") or {}
+        parts = [said, delta] if isinstance(delta, dict) else [said]
+        for end in (*(part.get("stop_reason") for part in parts), said.get("status"), response.get("status")):
+            self.end = end or self.end
+        parts += [part for each in (said, *(said.get("output") or ())) for part in each.get("content") or ()]
+        for part in parts:
+            kind = part.get("type", "")
+            self.text += part.get(_TEXTS.get(kind, "")) or ""
+            self.reasoning += part.get(_REASONING.get(kind, "")) or ""
 
 
 def _last_chunk(event: bytes) -> dict[str, Any] | None:

@@ -89,9 +89,10 @@ class ShadowChecks:
             again = _again(body, min(stats.generated_tokens, SHADOW_TOKENS))
             answer, plain = ReplyText.of(sent), ReplyText.of(await ask_itself(self._app, scope, again))
             # the plain answer is cut at a number of tokens, and the other one is cut where it was
-            text = answer.text[: len(plain.text) + _BEYOND * plain.has_ended]
-            given, chosen = await self._planning.token_ids(text, plain.text)
-            given += (_END,) * (answer.has_ended and text == answer.text)
+            whole, other = answer.reasoning + answer.text, plain.reasoning + plain.text
+            text = whole[: len(other) + _BEYOND * plain.has_ended]
+            given, chosen = await self._planning.token_ids(text, other)
+            given += (_END,) * (answer.has_ended and text == whole)
             chosen += (_END,) * plain.has_ended
             if given:
                 self._shadow.record(given, chosen, method=stats.method)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cacheclip_testing.plugin import CHUNKS
 from cacheclip_vllm import idle
+from cacheclip_vllm.middleware import _MOST_KEPT
 from cacheclip_vllm.parameters import EXACT
 from cacheclip_vllm.settings import ServerSettings
 from serve_cases import until
@@ -70,6 +71,15 @@ def test_a_fused_answer(served: Served, stream: bool) -> None:
         assert len(each["prompt"]) < len(other["prompt"]) and ids[: len(each["prompt"])] == each["prompt"]
     assert all(set(each) == {"prompt", "max_tokens", "temperature"} for each in sent)
     assert sum(len(body.get("messages", ())) for body in served.inner.bodies) == 1, "nothing else was asked"
+
+
+def test_a_long_answer_counts_to_its_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_inner.WORDS", words := [f" w{number}" for number in range(_MOST_KEPT // 50)])
+    answers: list[str] = []
+    monkeypatch.setattr(served.middleware._idle, "offer", lambda *offered: answers.append(offered[-1]))
+    served.ask(stream=True)
+    until(lambda: answers)
+    assert answers == ["".join(words)]
 
 
 def test_which_conversations(served: Served) -> None:

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from cacheclip_serve import Inspection
 from cacheclip_testing.plugin import CHUNKS
-from cacheclip_vllm.inspecting import said
+from cacheclip_vllm.middleware import _MOST_KEPT
 from cacheclip_vllm.planners import Planning, Route
+from cacheclip_vllm.replies import ReplyText
 from cacheclip_vllm.settings import ServerSettings
 from serve_cases import until
 from vllm_inner import WORDS
@@ -151,6 +152,55 @@ def test_a_trace_counts_as_the_answer_does(config: EngineConfig) -> None:
     assert exact.is_exact and not exact.recomputed and {span.kind for span in exact.spans} == {"fresh"}
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_a_long_stream_is_shown_to_its_end(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_inner.WORDS", [*(f" w{number}" for number in range(_MOST_KEPT // 50)), " and so on."])
+    asked(served, path, stream=True, **ASKED[path])
+    page = last_page(served)
+    assert " w0 w1 w2 " in page and " and so on." in page
+
+
+def event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+ITEMS = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}]
+ITEMS += [{"type": "message", "content": [{"type": "output_text", "text": "In 1904"}]}]
+WHOLE = {"object": "response", "output": ITEMS}
+THOUGHT = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "In 1904"}]
+DELTAS = [{"type": "thinking_delta", "thinking": "Hm."}, {"type": "text_delta", "text": "In 1904"}]
+STREAM = "".join(event("content_block_delta", delta=each) for each in DELTAS)
+SAID = [{"delta": {"reasoning": "Hm."}}, {"index": 1, "delta": {"content": "Two"}, "finish_reason": "length"}]
+SAID += [{"index": 0, "delta": {"content": "In 1904"}, "finish_reason": "stop"}]
+EVENTS = event("response.created", response={"status": "in_progress"})
+EVENTS += event("response.reasoning_text.delta", delta="Hm.") + event("response.output_text.delta", delta="In 1904")
+
+
+@pytest.mark.parametrize(
+    ("body", "end", "finish"),
+    [
+        ("".join(f"data: {json.dumps({'choices': [each]})}\n\n" for each in SAID), "stop", "stop"),
+        (json.dumps({**WHOLE, "status": "incomplete"}), "incomplete", "length"),
+        (json.dumps({**WHOLE, "status": "completed"}), "completed", "stop"),
+        (EVENTS + event("response.incomplete", response={**WHOLE, "status": "incomplete"}), "incomplete", "length"),
+        (EVENTS + event("response.completed", response={**WHOLE, "status": "completed"}), "completed", "stop"),
+        (json.dumps({"type": "message", "content": THOUGHT, "stop_reason": "max_tokens"}), "max_tokens", "length"),
+        (json.dumps({"type": "message", "content": THOUGHT, "stop_reason": "tool_use"}), "tool_use", "stop"),
+        (STREAM + event("message_delta", delta={"stop_reason": "max_tokens"}), "max_tokens", "length"),
+        (STREAM + event("message_delta", delta={"stop_reason": "end_turn"}), "end_turn", "stop"),
+    ],
+)
+def test_what_was_said(body: str, end: str, finish: str) -> None:
+    """The same of an answer that is whole and of one that streams, however its bytes are cut."""
+    said = ReplyText.of(body.encode())
+    assert (said.reasoning, said.text, said.end, said.finish_reason) == ("Hm.", "In 1904", end, finish)
+    slowly = ReplyText()
+    for byte in body.encode():
+        slowly.feed(bytes([byte]))
+    slowly.finish()
+    assert slowly == said
+
+
 def test_what_is_no_answer() -> None:
     with pytest.raises(ValueError):
-        said(b"{")
+        ReplyText.of(b"{")

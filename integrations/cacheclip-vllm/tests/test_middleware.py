@@ -865,10 +865,10 @@ class TestShadowChecks:
     def test_what_was_said(self) -> None:
         pieces = [{"reasoning": "So"}, {"content": "."}, {"role": "assistant", "content": ""}]
         stream = b"".join(event(choices=[{"delta": each, "finish_reason": None}]) for each in pieces)
-        assert ReplyText.of(b": alive\n\n" + stream + b'data: {"choices":[{"del') == ReplyText("So.", False, ".")
+        assert ReplyText.of(b": alive\n\n" + stream + b'data: {"choices":[{"del') == ReplyText(".", "So")
         stream += event(choices=[{"delta": {}, "finish_reason": "stop"}]) + event(choices=[]) + b"data: [DONE]\n\n"
-        assert ReplyText.of(stream) == ReplyText("So.", True, ".")
-        assert ReplyText.of(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') == ReplyText("a", False, "a")
+        assert ReplyText.of(stream) == ReplyText(".", "So", "stop")
+        assert ReplyText.of(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') == ReplyText("a", "", "length")
 
 
 async def broken(scope: Any, receive: Any, send: Any) -> None:
