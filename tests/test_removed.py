@@ -62,6 +62,7 @@ def test_other_modules_are_none_of_its_business() -> None:
 
 
 def test_each_says_what_to_use() -> None:
+    assert all("explain_miss" in MODULES[f"cacheclip_rag.{room}.explain"] for room in ("adapters", "cli"))
     for name, sentence in {**METHODS, **SETTINGS, **OPTIONS, **MODULES, **NAMES}.items():
         setting, _, value = name.partition("=")
         shown = f"{setting}={value!r}" if value else name
