@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -135,15 +137,29 @@ def answer_page(
     return whole_page(question, *parts, style=_STYLE + levels + widths)
 
 
+@contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigurationError(
+            f"--inspect must be a file in a folder that can be written, got {file}: {why}."
+        ) from error
+
+
 def page_writer(file: Path, *, model: str) -> Callable[[str, Answer], None]:
-    """What writes the page of a question and its answer to a file, in a folder that it makes. Raises
-    ConfigurationError, before there is an answer: it can be no file."""
-    if file.is_dir() or file.resolve().parent.is_file():
-        raise ConfigurationError(f"--inspect must be a file in a folder, got {file}.")
+    """What writes the page of a question and its answer to a file, in a folder that is made now. Raises
+    ConfigurationError, before there is an answer where that can be known: the file cannot be written."""
+    with _refusing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise PermissionError("it is a folder, or may not be written")
 
     def write(question: str, answer: Answer) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(answer_page(question, answer, model=model), encoding="utf-8")
+        page = answer_page(question, answer, model=model)
+        with _refusing(file):
+            file.write_text(page, encoding="utf-8")
 
     return write
 

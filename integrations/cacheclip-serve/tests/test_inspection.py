@@ -9,17 +9,18 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import httpx
 import pytest
-from cacheclip_serve import ServedQuestion
+from cacheclip_serve import ServedQuestion, page_writer
 from cacheclip_serve.inspection import MOST_ANSWERS, Inspection
 from cacheclip_serve.pages import ComparedAnswer, answer_page
 from cacheclip_serve.transformers import TransformersBackend
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from serve_cases import Served, running
 
-from cacheclip_rag import Answer, CacheClipEngine, CallOptions, EngineConfig, Event
+from cacheclip_rag import Answer, CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
 
 MARKUP = """<script>alert(1)</script><img src="https://example.org/x" onerror='x'>&"""
 NEVER = "A note that nobody ever stored: the bell of the chapel was cast in 1903, and hung there in spring. " * 3
@@ -179,3 +180,21 @@ def test_text_is_never_markup(engine: CacheClipEngine, method: str) -> None:
 def test_without_a_trace(engine: CacheClipEngine) -> None:
     answer: Answer = engine.generate("Why?", max_tokens=1)
     assert "first token after" in answer_page("Why?", answer, model="a model")
+
+
+def test_a_file_that_cannot_be_written(
+    engine: CacheClipEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before there is an answer, and after it if it was one then."""
+    (tmp_path / "file").write_text("mine")
+    for place in ("file/page", "file/x/page", "x" * 300, "."):
+        with pytest.raises(ConfigurationError, match="must be a file in a folder that can be written, got"):
+            page_writer(tmp_path / place, model="a model")
+    write = page_writer(tmp_path / "new" / "page", model="a model")
+    (tmp_path / "new" / "page").mkdir()
+    with pytest.raises(ConfigurationError, match="can be written, got .*: Is a directory"):
+        write("Who?", engine.generate("Who?", max_tokens=1))
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "file")
+    with pytest.raises(ConfigurationError, match="may not be written"):
+        page_writer(tmp_path / "file", model="a model")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -80,12 +80,12 @@ def ask(
     answer = _streamed(events, is_shown=not as_json)
     if answer.trace is not None:
         answer = replace(answer, trace=_with_documents(answer.trace, passages))
-    if inspect is not None:
-        write(question, answer)
     if as_json:
         print_json(_in_json(question, answer, passages, with_trace=trace))
     else:
         _print_details(answer, passages)
+    if inspect is not None:  # at last: an error of it takes no answer away
+        write(question, answer)
 
 
 def _streamed(events: Iterator[Event], *, is_shown: bool) -> Answer:
