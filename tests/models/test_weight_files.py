@@ -275,19 +275,20 @@ class TestTrainedAgain:
         assert old.generate(rag_prompt(CHUNKS), FEW).token_ids == before.token_ids
         assert load_model(folder) is new.primary, "the earlier weights are freed with the engines that have them"
 
-    def test_every_file_counts(self, folder: Path) -> None:
-        """For planners, too, and for a tokenizer without weights."""
-        loaded, planned = load_model(folder), load_planning(folder)
+    @pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
+    def test_every_file_counts(self, folder: Path, file: str) -> None:
+        before, path = load_model(folder), folder / file
+        content = path.read_text() if path.exists() else "{}"
+        path.write_text(json.dumps({**json.loads(content), "more": 1}) if file.endswith("json") else content + " ")
+        assert load_model(folder) is not before
+
+    def test_so_has_a_planner(self, folder: Path) -> None:
+        planned = load_planning(folder)
         assert load_planning(folder) is planned
-        for file in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
-            content = (folder / file).read_text() if (folder / file).exists() else "{}"
-            changed = json.dumps({**json.loads(content), "more": 1}) if file.endswith("json") else content + " "
-            (folder / file).write_text(changed)
-            assert load_model(folder) is not loaded, file
-            loaded = load_model(folder)
         change_weights(folder, random_weights)
         assert load_planning(folder).fingerprint != planned.fingerprint
 
+    def test_a_tokenizer_without_weights(self, folder: Path) -> None:
         def count() -> int:
             return len(load_tokenizer(str(folder), dtype="float32", device="cpu")("lighthouse keeper"))
 
