@@ -86,10 +86,7 @@ class _FusedPass:
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             if self.slices is not None and plan.method.needs_auxiliary:
                 self.slices.pause(0, plan.known.computed_tokens(plan.method.nominal_ratio))
-            fused = reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
-            with clock.phase("read"):
-                reading.close()
-            return fused
+            return reading.until_whole(lambda again: self._assemble_and_recompute(match, again, texts, scores))
 
     def _assemble_and_recompute(
         self,
@@ -112,11 +109,7 @@ class _FusedPass:
             kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
             cache.tables = cache.tables_of(torch.arange(layout.num_tokens))
 
-            def wait(layer: int) -> None:
-                with clock.phase("read", within="assemble"):
-                    reading.wait(layer)
-
-            fill = cache.filling(pieces, wait)
+            fill = cache.filling(pieces, clock.phase("read", within="assemble")(reading.wait))
             if plan.method.reads_cache:
                 for layer in range(self.runtime.num_layers):
                     fill(layer)
@@ -130,13 +123,20 @@ class _FusedPass:
                 fill(layer)
                 reading.done(layer)
 
+        def written() -> None:
+            nonlocal fill
+            busy_s = reading.busy_s()
+            clock.reading_s += busy_s
+            if began:
+                clock.left_to_read_s = busy_s - began[0]
+            del fill
+            pieces.clear()
+            match.release()
+            with clock.phase("read"):
+                reading.close()
+
         left = {span: of_span for span, of_span in scores.items() if kept.known.chunk[span.start]}
-        fused = self._recompute(kept, cache, left, None if plan.method.reads_cache else before_layer)
-        busy_s = reading.busy_s()
-        clock.reading_s += busy_s
-        if began:
-            clock.left_to_read_s = busy_s - began[0]
-        return fused
+        return self._recompute(kept, cache, left, None if plan.method.reads_cache else before_layer, written)
 
     def _recompute(
         self,
@@ -144,9 +144,11 @@ class _FusedPass:
         cache: FusedCache,
         scores: Mapping[Span, torch.Tensor],
         before_layer: Callable[[int], None] | None,
+        written: Callable[[], None],
     ) -> Fused:
         """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
-        None if the cache has that of all layers."""
+        None if the cache has that of all layers. ``written`` gives back what it was written from: called once the cache
+        has all of it, before others go first."""
         clock, runtime, layout, method = self.clock, self.runtime, plan.layout, plan.method
         with clock.phase("select"):
             prompt = view_of(plan, self.kv_sources, clock, [*scores])
@@ -165,6 +167,8 @@ class _FusedPass:
                     cache, layout.ids[part], part, before_layer=None if done else before_layer, head=is_last
                 )
                 wait_for(runtime.device if logits is None else logits.device)
+            if not done:
+                written()
             done = stop
         assert logits is not None, "the last pass computes the prompt's last token"
         cache.tables, cache.memory = (), None  # decoding goes on beyond the prompt

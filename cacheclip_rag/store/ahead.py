@@ -53,7 +53,7 @@ class ReadAhead:
 
     Every layer is compared with its checksum before :meth:`wait` lets anybody use it. Where a part of a payload cannot
     be read as it should be, the payload is read once more as a whole, which decides whether it is damaged. Payloads
-    that are in memory need no thread. Memory holds the stored form of all KV until the block ends; of layers that are
+    that are in memory need no thread. Memory holds the stored form of all KV until it is closed; of layers that are
     used once, that of a few.
     """
 
@@ -221,7 +221,7 @@ class ReadAhead:
             return 0.0 if self._began_at is None else (self._ended_at or now) - self._began_at - idle
 
     def close(self, error: object = None, *_: object) -> None:
-        """Stop reading, and wait for the read that is under way."""
+        """Stop reading, wait for the read that is under way, and give the memory back."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -230,6 +230,8 @@ class ReadAhead:
             thread = self._thread
         if thread is not None:
             thread.join()
+        self._found.clear()
+        self._opened.clear()
         if self._arena is not None:
             held, self._residents = self._residents, []
             self._arena.release(held, waits=error is not None)

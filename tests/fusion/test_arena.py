@@ -124,8 +124,8 @@ class TestPrompts:
         """Also where the shared prefix alone is in the arena."""
         groups: list[list[int]] = []
 
-        def counted(pieces: Any) -> list[Any]:
-            joined = join(pieces)
+        def counted(pieces: Any, runs: Any = ()) -> list[Any]:
+            joined = join(pieces, runs)
             groups.append([len(each.pieces) for each in joined])
             return joined
 

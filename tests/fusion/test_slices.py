@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +12,16 @@ import torch
 from cacheclip_rag.base.clock import PhaseClock
 from cacheclip_rag.fusion import fuse as module
 from cacheclip_rag.runtime import Slices
+from cacheclip_rag.runtime.base import KVMatch
+from cacheclip_rag.store.codecs import Frame
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, gap, make_engine
+
+
+def held() -> int:
+    """Number of payloads in memory, and of matches that keep KV of the prefix cache."""
+    gc.collect()
+    return sum(type(each) is Frame or (type(each) is KVMatch and each.parts is not None) for each in gc.get_objects())
 
 
 class InSlices:
@@ -25,7 +34,12 @@ class InSlices:
         self.kv_sources = engine.parts.kv_sources(self.plan.method)
         self.pauses: list[tuple[int, int]] = []
         self.whole = self._fused()
-        self.cut = self._fused(Slices(most, lambda done, work: self.pauses.append((done, work))))
+        self._held = held()
+        self.cut = self._fused(Slices(most, self._pause))
+
+    def _pause(self, done: int, work: int) -> None:
+        assert not done or held() == self._held, "a prompt that waits holds its cache alone"
+        self.pauses.append((done, work))
 
     @torch.inference_mode()
     def _fused(self, slices: Slices | None = None) -> Any:
