@@ -6,7 +6,7 @@ plain prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,14 +80,14 @@ def measured_edits(
         new = steps[0][2]
         steps.insert(0, ("again", new[: len(new) // 2], new, preset("prefix")))
     asked: Chat = []
-    held: list[Prefilled] = []
+    held: dict[str, Prefilled] = {}  # two: memory has room for few prompts' KV
     for edit, old, new, by in steps:
-        earlier = _prefilled(engine, old, held)
+        earlier = _prefilled(engine, old, held.values())
         if new != asked:  # most edits lead to the same prompt
             asked, plain = new, engine.prefill(new, method=preset("full"))
             reference = Reference.of(engine, plain, max_tokens)
-            held.append(plain)
-        held.append(earlier)
+            held["full"] = plain
+        held["earlier"] = earlier
         engine.prefixes.clear()
         _keep(engine, earlier)
         prefilled = engine.prefill(new, method=by, moved="on")
@@ -98,7 +98,7 @@ def measured_edits(
     engine.prefixes.clear()
 
 
-def _prefilled(engine: CacheClipEngine, prompt: Chat, others: Sequence[Prefilled]) -> Prefilled:
+def _prefilled(engine: CacheClipEngine, prompt: Chat, others: Iterable[Prefilled]) -> Prefilled:
     """A prompt by plain prefill. What it begins with like one of the others is not computed again."""
     engine.prefixes.clear()
     for each in others:

@@ -24,7 +24,7 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     """The target over the auxiliary's tokens of all chunks: ``(num_tokens,)`` float32, sum 1; None if nothing is stale.
 
     It is the oracle's score, the mean over layers of ``A(t) * |dV(t)| / mean |V|``
-    (:mod:`cacheclip_rag.selection.scorers.oracle`), mapped to the auxiliary's tokens by characters. It costs more than
+    (:class:`~cacheclip_lab.comparators.Oracle`), mapped to the auxiliary's tokens by characters. It costs more than
     two prefills of the primary. ``engine`` must keep chunk caches in memory; the sample's chunks are released.
     """
     assert engine.config.store is None, "training needs an engine in memory, not a user's store"

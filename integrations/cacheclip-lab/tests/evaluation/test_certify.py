@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import cacheclip_lab.evaluation.certify as module
 import pytest
 import torch
-from cacheclip_lab.evaluation import exactness, guarantee as guarantees
+from cacheclip_lab.evaluation import edits as edited, exactness, guarantee as guarantees
 from cacheclip_lab.evaluation.certificate import saved_certificate
 from cacheclip_lab.evaluation.certify import RATIOS, certify
 from cacheclip_lab.evaluation.conversations import questions_of
@@ -310,6 +311,21 @@ class TestCertify:
         expected = [pytest.approx(statistics.fmean(each), rel=1e-3, abs=1e-5) for each in zip(*found, strict=True)]
         seen = [] if planted else [rows["header"].first_token_kl["mean"], rows["header"].moved_tokens]
         assert (seen == expected) is not planted and expected[1].expected > 100
+
+    def test_edits_keep_two_prompts(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Beside the one that is compared: a long prompt's KV is large."""
+        engine, prompts, counted, keep = CacheClipEngine(config), short_prompts(2), list[int](), edited._keep
+
+        def kept(*args: Any) -> None:
+            gc.collect()
+            counted.append(sum(type(each) is FusedCache for each in gc.get_objects()))
+            keep(*args)
+
+        monkeypatch.setattr(edited, "_keep", kept)
+        pairs = edits(prompts[0].chunks, prompts[1].chunks[0], prompts[0].question)
+        before = sum(type(each) is FusedCache for each in gc.get_objects())
+        assert len([*edited.measured_edits(engine, pairs, engine.make_method(), 2)]) == 6
+        assert max(counted) - before <= 4, counted
 
     def test_questions_of_a_conversation(self) -> None:
         for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):
