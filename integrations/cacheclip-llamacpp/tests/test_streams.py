@@ -14,7 +14,7 @@ from tests.engine.test_queue import (
     test_asynchronous_questions,
     test_first_come_first_token,
     test_text_that_is_held_back_holds_up_nobody,
-    test_who_leaves_held_back_text_has_no_token_more,
+    test_who_leaves_while_text_is_held_back_has_no_token_more,
 )
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "test_asynchronous_questions",
     "test_first_come_first_token",
     "test_text_that_is_held_back_holds_up_nobody",
-    "test_who_leaves_held_back_text_has_no_token_more",
+    "test_who_leaves_while_text_is_held_back_has_no_token_more",
 ]
 
 
