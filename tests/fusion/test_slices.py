@@ -38,7 +38,8 @@ class InSlices:
         self.cut = self._fused(Slices(most, self._pause))
 
     def _pause(self, done: int, work: int) -> None:
-        assert not done or held() == self._held, "a prompt that waits holds its cache alone"
+        if done and len(self.pauses) <= 1:  # once: to look at all objects of a long run takes a second
+            assert held() == self._held, "a prompt that waits holds its cache alone"
         self.pauses.append((done, work))
 
     @torch.inference_mode()
