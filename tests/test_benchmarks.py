@@ -149,12 +149,13 @@ def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.Mo
     found_by = dict(zip([*CHUNKS, QUESTION], [*letters, letters[1]], strict=True))
     monkeypatch.setattr(Embedder, "embed", lambda _, texts: np.array([found_by[text] for text in texts]))
     log = ["--dataset", questions, "--log", str(tmp_path / "log")]
-    found = run("rivals", *log, "--keep", "1,9", "--ratio", "1.0")
+    found = run("rivals", *log, "--keep", "1,9", "--ratio", "1.0", "--ranker", "letters,auxiliary")
     first, second = (item["ways"] for item in found)
-    assert set(first) == {"full", "cacheclip", "prune 1", "both 1", "ordered"}
+    pruned = {f"{way} 1 {ranker}" for way in ("prune", "both") for ranker in ("letters", "auxiliary")}
+    assert set(first) == {"full", "cacheclip", *pruned, "ordered"}
     for ways in (first, second):
         assert ways["cacheclip"]["text"] == ways["full"]["text"], "ratio 1.0"
-        assert ways["prune 1"]["tokens"] == ways["both 1"]["tokens"] < ways["full"]["tokens"]
+        assert ways["prune 1 letters"]["tokens"] == ways["both 1 letters"]["tokens"] < ways["full"]["tokens"]
     # the second question's passages are put into the order of the first one's
     assert first["ordered"]["text"] == first["full"]["text"] == second["ordered"]["text"] != second["full"]["text"]
 
