@@ -110,8 +110,7 @@ class Prefilling:
     trace: bool = False
     """Whether it is recorded what the KV is made of."""
     call_confidence: float = 0.0
-    """Least confidence of the first token where earlier prompts left approximate KV, if it is more than the method's.
-    """
+    """Least confidence of the first token, if it is more than the method's."""
     pause: Pause | None = None
     """Lets others go first between two slices; None: it is computed at once."""
     spent: int = 0
@@ -209,7 +208,7 @@ class Prefilling:
                 moved_past=known.moved_past,
             )
         seen = partial(trace_of, plan, sources, recomputed, fused.scores, media, is_exact) if self.trace else None
-        least = max(plan.method.min_confidence, self.call_confidence if known.is_approximate else 0.0)
+        least = max(plan.method.min_confidence, self.call_confidence)
         missing = plan.missing_texts
         return Prefilled(
             plan.layout, fused.state, fused.logits, stats, missing, keeping, continuing, seen, is_exact, least

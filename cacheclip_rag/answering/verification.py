@@ -36,8 +36,8 @@ _BLOCK_ROWS_OF_ACCELERATORS = 256
 _LARGE_BLOCK_ROWS = 1024
 """Prompt tokens in one pass when nothing waits for the next token. Limits the memory for activations."""
 CALL_CONFIDENCE = 0.2
-"""Least confidence of the first :data:`_CALL_TOKENS` tokens of an answer from moved KV that may call a tool or keeps to
-a schema, unless ``min_confidence`` is set: they decide between a call and text, and which tool."""
+"""Least confidence of the first :data:`_CALL_TOKENS` tokens of an approximate answer that may call a tool or keeps to a
+schema, unless ``min_confidence`` is set: they decide between a call and text, and which tool."""
 _CALL_TOKENS = 16
 _ANSWER_BLOCK_ROWS = 64
 """Answer tokens in one pass. Each row has logits over the whole vocabulary, in a large one 600 kB."""

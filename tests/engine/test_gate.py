@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
 from cacheclip_rag.measuring import FusedCache, ModelRuntime, confidence
 from cacheclip_rag.methods import Method, preset
 from tests.conftest import Make, Patch, spied
 from tests.engine.asking import SHORT, check_sums, logits, rag
+from tests.prompt.test_tools import SEARCH
 
 
 def gated(name: str, least: float) -> Method:
@@ -54,6 +55,21 @@ class TestGate:
         answer = filled.generate(rag(chunks), SHORT, method=method)
         check_sums(answer)
         assert answer.text == filled.generate(rag(chunks), SHORT, method="full").text
+
+    @pytest.mark.parametrize("settings", [{}, {"min_confidence": 0.0}], ids=str)
+    def test_calls_and_structured_answers_from_stored_chunks_are_gated(
+        self, monkeypatch: Patch, tool_model: str, chunks: list[str], settings: dict[str, Any]
+    ) -> None:
+        """Unless no gate is asked for. An answer in words is not."""
+        monkeypatch.setattr("cacheclip_rag.answering.pipeline.CALL_CONFIDENCE", 1.0)
+        engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", prefix_cache_bytes=0, **settings)
+        engine.precompute(chunks)
+        prompt = "\n\n".join([*chunks, "What is the magic number?"])
+        as_json = SamplingParams(max_tokens=8, json_schema={"type": "array", "items": {"type": "string"}})
+        for params, options in ((SHORT, {"tools": [SEARCH]}), (as_json, {}), (SHORT, {})):
+            stats = engine.generate(prompt, params, **options).stats
+            is_gated = not settings and bool(options or params is as_json)
+            assert (stats.hits, stats.gated) == (len(chunks), is_gated)
 
     def test_memory_holds_one_kv_at_a_time(
         self, filled: CacheClipEngine, chunks: list[str], monkeypatch: Patch
