@@ -107,9 +107,10 @@ release: setup
 	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
 	$(BIN)/python integrations/release.py --url $(URL)
 
-# Installs it as strangers do, in an empty environment for each group of extras, and uses it.
+# Installs it as strangers do, in an empty environment for each group of extras, and uses it. GROUPS: some of them.
+# MODELS="primary=FOLDER,auxiliary=FOLDER": in place of the hub's.
 check-release: setup
-	$(BIN)/python integrations/check_release.py
+	$(BIN)/python integrations/check_release.py $(GROUPS) $(if $(MODELS),--models $(MODELS))
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site
