@@ -125,7 +125,7 @@ def answer_page(
     stats, trace = answer.stats, answer.trace
     parts = ['<nav><a href="/inspect">all answers</a></nav>'] if place is not None else []
     parts += [f'<p class="answer" dir="auto">{escape(answer.text or answer.reasoning)}</p>', _compared(compared)]
-    parts.append(_summary(stats, trace, model))
+    parts.append(_summary(answer, model))
     bar, widths = _phases(stats)
     parts.append(bar)
     levels = "".join(
@@ -196,7 +196,8 @@ def _compared(compared: ComparedAnswer | None) -> str:
     return f'<p><small>{says}</small></p><p class="answer" dir="auto">{escape(compared.same)}{choice} …</p>'
 
 
-def _summary(stats: FusionStats, trace: Trace | None, model: str) -> str:
+def _summary(answer: Answer, model: str) -> str:
+    stats, trace = answer.stats, answer.trace
     is_exact = stats.gated or stats.bypassed or not stats.reused_tokens or (trace is not None and trace.is_exact)
     if is_exact:
         tag = "exact: all KV is full prefill's"
@@ -208,6 +209,8 @@ def _summary(stats: FusionStats, trace: Trace | None, model: str) -> str:
     facts = [f"method {stats.method}", f"ratio {stats.nominal_ratio:.3g}", model]
     if stats.confidence is not None:
         facts.insert(2, f"confidence {stats.confidence:.2f}")
+    if answer.finish_reason == "length":
+        facts.append("cut off at the limit of tokens")
     if stats.verified_tokens is not None:
         facts.append(f"{stats.verified_tokens} of {stats.generated_tokens} tokens are full prefill's own")
     if stats.fallback:

@@ -182,6 +182,12 @@ def test_without_a_trace(engine: CacheClipEngine) -> None:
     assert "first token after" in answer_page("Why?", answer, model="a model")
 
 
+@pytest.mark.parametrize(("reason", "says"), [("length", True), ("stop", False)])
+def test_an_answer_that_was_cut_off(engine: CacheClipEngine, reason: str, says: bool) -> None:
+    answer = replace(engine.generate("Why?", max_tokens=1), finish_reason=reason)
+    assert ("cut off at the limit" in answer_page("Why?", answer, model="a model")) is says
+
+
 def test_a_file_that_cannot_be_written(
     engine: CacheClipEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
