@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -24,6 +24,9 @@ def doctor(
     tokens_per_second: Annotated[
         float | None, typer.Option(help="Speed of prefill on your machine; cacheclip profile measures it.")
     ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer counts tokens. Default: four characters are a token.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a figure to this file.")] = None,
     record: Annotated[
         str | None, typer.Option(help="URL of a server: run a proxy in front of it, which writes requests to the file.")
@@ -38,14 +41,18 @@ def doctor(
     if tokens_per_second is not None:
         check_number("--tokens-per-second", tokens_per_second, "above 0", above=0.0, most=float("inf"))
 
-    from ..doctor.report import Report, to_html
+    from ..doctor.report import Report, chars_per_token, to_html
     from ..doctor.requests import RequestLog
-    from ..doctor.reuse import measured
+    from ..doctor.reuse import CHARS_PER_TOKEN, measured
 
+    tokenize = None if tokenizer is None else _tokenizer(tokenizer)
     log = RequestLog(logs)
     prompts = _with_progress("reading requests", log.prompts(), None)
     reuses = _with_progress("comparing prompts", measured(prompts), len(prompts))
-    report = Report.of(prompts, reuses, tokens_per_second=tokens_per_second, unreadable=log.unreadable)
+    chars = CHARS_PER_TOKEN if tokenize is None else chars_per_token((each.text for each in prompts), tokenize)
+    report = Report.of(
+        prompts, reuses, tokens_per_second=tokens_per_second, unreadable=log.unreadable, chars_per_token=chars
+    )
     if html is not None:
         _write(html, to_html(report, reuses))
     if as_json:
@@ -62,6 +69,15 @@ def _with_progress(title: str, items: Iterable[T], total: int | None) -> list[T]
             done.append(item)
             advance(len(done))
     return done
+
+
+def _tokenizer(model: str) -> Callable[[str], list[int]]:
+    from cacheclip_rag.models import loader_of  # it loads torch
+
+    tokenize = loader_of(model).tokenizer()
+    if tokenize is None:
+        raise ConfigurationError(f"{model} has no tokenizer without its weights. Name a model of transformers.")
+    return tokenize
 
 
 def _write(file: Path, page: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -21,6 +21,8 @@ _WORTH = 0.1
 """Least share that this package must add to be named."""
 _RECOMPUTED = 0.2
 """Share of a stored chunk's tokens that is computed again."""
+_MOST_COUNTED = 1_000_000
+"""Characters that are enough to say how many are a token."""
 _MOST_BARS = 160
 _SHOWN = 60
 _KINDS = ("prefix", "moved", "recurring", "new")
@@ -68,6 +70,7 @@ class Report:
     """Whether the word alone is meant, not its line."""
     tokens_per_second: float | None
     unreadable: int
+    chars_per_token: float = CHARS_PER_TOKEN
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class Report:
         *,
         tokens_per_second: float | None,
         unreadable: int,
+        chars_per_token: float = CHARS_PER_TOKEN,
     ) -> Report:
         sessions = defaultdict[str, list[PromptReuse]](list)
         for each in reuses:
@@ -91,12 +95,17 @@ class Report:
             without, without_word = max(of_word, of_line), of_word >= _AS_GOOD * of_line
         whole = Diagnosis.of(reuses)
         of_sessions = {name: Diagnosis.of(of_session) for name, of_session in sorted(sessions.items())}
-        return cls(whole, of_sessions, kinds, without, without_word, tokens_per_second, unreadable)
+        rest = (without, without_word, tokens_per_second, unreadable, chars_per_token)
+        return cls(whole, of_sessions, kinds, *rest)
+
+    def tokens(self, chars: float) -> int:
+        """How many tokens so many characters are."""
+        return round(chars / self.chars_per_token)
 
     def seconds(self, share: float) -> float | None:
         """Of prefill for a share of all tokens; None if the speed is not known."""
         speed = self.tokens_per_second
-        return None if speed is None else share * tokens_of(self.whole.chars) / speed
+        return None if speed is None else share * self.tokens(self.whole.chars) / speed
 
     def verdict(self) -> str:
         """What to do, in one paragraph."""
@@ -128,7 +137,7 @@ class Report:
             [
                 name,
                 f"{each.requests:,}",
-                f"{tokens_of(each.chars):,}",
+                f"{self.tokens(each.chars):,}",
                 *(f"{each.shares[kind]:.1%}" for kind in _KINDS),
                 f"{each.served:.1%}",
             ]
@@ -139,7 +148,7 @@ class Report:
                 cause.part,
                 f"{_short(cause.beginning, end=True)}({_short(cause.example.was)} / {_short(cause.example.now)})",
                 f"{cause.count:,}",
-                f"{tokens_of(cause.lost):,}",
+                f"{self.tokens(cause.lost):,}",
             ]
             for cause in self.causes[:most]
         ]
@@ -155,7 +164,7 @@ class Report:
         whole["causes"] = [
             {
                 **{name: getattr(cause, own) for own, name in names.items()},
-                "lost_tokens": tokens_of(cause.lost),
+                "lost_tokens": self.tokens(cause.lost),
                 "was": cause.example.was,
                 "now": cause.example.now,
                 "place": cause.example.place,
@@ -164,13 +173,20 @@ class Report:
         ]
         for name, each in {**self.sessions, "": self.whole}.items():
             own = whole["sessions"][name] if name else whole["whole"]
-            own.update(served=each.served, tokens=tokens_of(each.chars))
+            own.update(served=each.served, tokens=self.tokens(each.chars))
         seconds = {kind: self.seconds(share) for kind, share in self.whole.shares.items()}
         return {**whole, "seconds_of_prefill": seconds, "verdict": self.verdict()}
 
 
-def tokens_of(chars: float) -> int:
-    return round(chars / CHARS_PER_TOKEN)
+def chars_per_token(texts: Iterable[str], tokenize: Callable[[str], Sequence[int]]) -> float:
+    """How many characters of the first million are a token of a tokenizer."""
+    chars = tokens = 0
+    for text in texts:
+        part = text[: _MOST_COUNTED - chars]
+        chars, tokens = chars + len(part), tokens + len(tokenize(part))
+        if chars == _MOST_COUNTED:
+            break
+    return chars / tokens if tokens else CHARS_PER_TOKEN
 
 
 def _short(text: str, *, end: bool = False) -> str:
@@ -215,5 +231,5 @@ def _figure(report: Report, reuses: Sequence[PromptReuse]) -> str:
     each = "a request" if size == 1 else f"{size} requests, their mean"
     return (
         f'<svg viewBox="0 0 960 240" role="img" aria-label="Tokens of each request" width="100%">{"".join(bars)}</svg>'
-        f"<p>A bar is {each}, in their order; the highest has {tokens_of(highest):,} tokens.</p><dl>{legend}</dl>"
+        f"<p>A bar is {each}, in their order; the highest has {report.tokens(highest):,} tokens.</p><dl>{legend}</dl>"
     )

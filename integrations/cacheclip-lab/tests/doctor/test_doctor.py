@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.doctor.proxy import proxy
-from cacheclip_lab.doctor.report import Report, to_html
+from cacheclip_lab.doctor.report import Report, chars_per_token, to_html
 from cacheclip_lab.doctor.requests import RecordedPrompt, RequestLog, bodies
 from cacheclip_lab.doctor.reuse import PromptReuse, causes, measured
 
 from cacheclip_rag import ConfigurationError
+from cacheclip_rag.models import loader_of
 
 WORDS = [f"{a}{b}" for a in ("har", "lan", "mir", "tol", "ves") for b in ("bour", "tern", "ror", "ling", "sel", "ger")]
 
@@ -214,6 +215,16 @@ class TestCommand:
         assert found["whole"]["requests"] == 12 and found["unreadable"] == 1
         assert sum(found["whole"]["shares"].values()) == pytest.approx(1.0)
         assert found["causes"][0]["line_begins"] == "[/x]<script> " and found["seconds_of_prefill"]["new"] is None
+
+    def test_a_tokenizer_counts(self, cacheclip: Any, log: Path, tiny_models: dict[str, str]) -> None:
+        primary = tiny_models["llama"]
+        counted = cacheclip("doctor", str(log), "--json", "--tokenizer", primary).json
+        tokenize = loader_of(primary).tokenizer()
+        assert tokenize is not None
+        texts = [each.text for each in RequestLog([log]).prompts()]
+        tokens = sum(len(tokenize(each)) for each in texts)
+        assert counted["whole"]["tokens"] == tokens != sum(map(len, texts)) // 4
+        assert chars_per_token(["ab" * 500_000, "c"], lambda text: [*text]) == 1.0 and chars_per_token([], list) == 4.0
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
