@@ -64,7 +64,7 @@ def _lines(title: str, total: float | None, unit: str, begun: float, get_time: C
         of, left = "", ""
         if total is not None:
             of = f" of {total / scale:.0f}"
-            if begun < done < total:
+            if (total - begun) / 100 < done - begun < total - begun:  # before it, nobody knows
                 left = f", {timedelta(seconds=round((total - done) * (now - start) / (done - begun)))} left"
         print(f"{title}: {done / scale:.0f}{of} {noun}{left}", file=sys.stderr, flush=True)
 

@@ -55,4 +55,6 @@ def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
     resumed = progress_bar("asking", 60, "answers", done=50, **time)
     expected = ["asking: 50 of 60 answers", "asking: 54 of 60 answers, 0:00:30 left"]
     assert lines_of(resumed, (0.0, 50), (10.0, 50), (10.0, 54)) == expected
+    begun = progress_bar("fetching", 491e6, **time)
+    assert lines_of(begun, (10.0, 1e3)) == ["fetching: 0 of 491 MB"], "a wait for the first byte is no speed"
     assert lines_of(progress_bar("fetching", None, **time), (9.0, 1e6), (2.0, 2.4e6)) == ["fetching: 2 MB"]
