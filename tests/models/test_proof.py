@@ -161,7 +161,7 @@ def _masked(**more: Any) -> Callable[[Patch], None]:
 
 
 def _turned(q: Any, k: Any, cos: Any, sin: Any, turn: Any = modeling_llama.apply_rotary_pos_emb) -> Any:
-    return turn(q, k, cos, -sin)
+    return turn(q, k, cos, sin.flip(-1))
 
 
 def _scaled(rule: Any) -> Any:
@@ -177,7 +177,7 @@ def _moved(turn: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[Patch], None], str]] = {
-    "keys that turn the other way": (
+    "keys that turn by no table": (
         _patched(modeling_llama, "apply_rotary_pos_emb", lambda _: _turned),
         "keys of layer 0 depend on the position",
     ),

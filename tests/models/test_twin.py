@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_testing import build_class, build_model, make_tokenizer, tiny_of_class, tiny_spec, verdicts
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheclip_rag import UnsupportedModelError
+from cacheclip_rag import ModelError, UnsupportedModelError
 from cacheclip_rag.measuring import FusedCache, ModelRuntime
 from cacheclip_rag.models.load import load_model, unload_models
-from cacheclip_rag.runtime.transformers import attention, proof, state_map, twin
+from cacheclip_rag.runtime.transformers import attention, attention_pattern, proof, state_map, structure, twin
+from cacheclip_rag.runtime.transformers.rotary import Reading
 from tests.conftest import Logs, Models, Patch, raising, some_of
 from tests.models.test_proof import skip_unless_known
 
@@ -107,6 +110,54 @@ def test_a_mistake_is_refused_in_16_bits(planted: tuple[str, str], tokenizer: An
     {**ANY, **SOME}[mistake](monkeypatch, model)
     with pytest.raises(UnsupportedModelError):
         proof.prove(ModelRuntime(model, tokenizer, name="tiny", fingerprint="none"))
+
+
+@pytest.mark.some(1)
+@some_of(40, name=[name for name in _TEXTS if name != "phi3"])
+def test_weights_of_another_class_or_without_a_tensor_are_refused(name: str, tmp_path: Path) -> None:
+    skip_unless_known(name)
+    folder, other = build_class(tmp_path / "own", name), build_class(tmp_path / "other", "phi3")
+    weights = load_file(folder / "model.safetensors")
+    lacking = next(key for key in sorted(weights) if ".0." in key)
+    save_file({key: each for key, each in weights.items() if key != lacking}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="lacks|damaged"):
+        load_model(folder)
+    (folder / "model.safetensors").rename(other / "model.safetensors")
+    with pytest.raises(ModelError, match="lacks|damaged"):
+        load_model(other)
+
+
+def _seen(**change: Any) -> Callable[[Patch], None]:
+    """The structure of a model is seen otherwise."""
+    see = structure.kept_structure
+    return lambda patch: patch.setattr(
+        ModelRuntime, "_find_structure", staticmethod(lambda *args: replace(see(*args), **change))
+    )
+
+
+UNLIKE: dict[str, tuple[Callable[[Patch], None], str]] = {
+    "beam": (lambda patch: patch.delitem(attention_pattern._OF_ROWS, "attention_scaling"), "a pass failed"),
+    "diffllama": (_seen(reads_cached=True), "steps by"),
+    "glm4v_moe": (lambda patch: patch.setitem(attention_pattern._OF_ROWS, "position_ids", 1), "a pass failed"),
+    "nanochat": (_seen(readings=(Reading(),) * 4), "moved by"),
+}
+"""Classes that differ from others: queries that are scaled by position, values that are cached in another order, three
+positions a token, keys that turn the other way. And the mistake that forgets it, with the reason of the refusal."""
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_special_of_a_class_is_seen(name: str, home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    skip_unless_known(name)
+    folder = build_class(tmp_path, name)
+    load_model(folder)
+    unload_models()
+    for file in (home / "proofs").glob("*.json"):
+        file.unlink()
+    plant, reason = UNLIKE[name]
+    plant(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(folder)
 
 
 def test_one_that_its_own_weights_do_not_show_is_refused(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:

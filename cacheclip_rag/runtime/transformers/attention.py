@@ -118,7 +118,7 @@ def block_attention(
     of_blocks = [_of_block(rows[:, block.rows], key[0], value[0], block, rule).transpose(0, 1) for block in blocks]
     joined = of_blocks[0] if len(of_blocks) == 1 else torch.cat(of_blocks)
     attended: torch.Tensor = joined.unflatten(0, (-1, rows.shape[2])).transpose(1, 2)
-    return attended.flatten(1, 2)[None]
+    return attended.flatten(1, 2)[None].contiguous()  # which not all classes make it
 
 
 def row_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

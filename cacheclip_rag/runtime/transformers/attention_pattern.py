@@ -21,7 +21,10 @@ import torch
 from ...store import upload
 from .rotary import Tables
 
-_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0, "per_layer_input": 1}
+_OF_ROWS = {
+    **{"position_embeddings": 1, "position_ids": -1, "cache_position": 0, "per_layer_input": 1},
+    "attention_scaling": 2,
+}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 """What decoder layers call the cache, by class and version."""

@@ -110,7 +110,7 @@ class ModelRuntime(TextModel):
                 "Expected one that holds them all: choose another device, dtype or model."
             )
         self._layer = LatentLayer if structure.is_latent else FusedLayer
-        self._decodes_alone = shares or structure.is_latent or scales_by_row(config)
+        self._decodes_alone = shares or not structure.reads_cached or scales_by_row(config)
         """Whether a pass decodes one answer's token: attention reads more than each layer's own keys and values, or the
         number of its row."""
         # a pinned rotary module changes its frequencies in place with the length of each pass

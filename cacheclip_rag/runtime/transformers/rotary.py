@@ -52,6 +52,8 @@ class Reading(NamedTuple):
     """What the module's columns are: ``halves`` (each pair twice, one half after the other), ``pairs`` (each pair
     twice, side by side), ``single`` (each pair once) or ``complex`` (each pair once, as a complex number)."""
     form: RotaryForm = RotaryForm()
+    is_backward: bool = False
+    """Whether keys turn the other way (nanochat)."""
 
     def read(self, made: Any) -> Tables:
         """Tables of what the module returned."""
@@ -63,7 +65,7 @@ class Reading(NamedTuple):
             cos, sin = cos[:, ::2], sin[:, ::2]
         if self.columns != "halves":
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        return Tables(cos, sin, self.form)
+        return Tables(cos, -sin if self.is_backward else sin, self.form)
 
     def written(self, table: torch.Tensor) -> torch.Tensor:
         """A table as the module would return it: the inverse of :meth:`read`."""

@@ -57,13 +57,15 @@ class Structure:
     is_latent: bool = False
     """What transformers gives the cache as values turns, and what it gives as keys does not
     (:class:`~.cache.LatentLayer`). Widths are those of what turns, and of what does not."""
+    reads_cached: bool = True
+    """Whether attention reads each layer's keys and values as they are cached."""
 
     @classmethod
-    def of(cls, readings: list[Any], widths: list[Any], is_latent: bool) -> Structure:
+    def of(cls, readings: list[Any], widths: list[Any], is_latent: bool, reads_cached: bool) -> Structure:
         """Of fields that were read from JSON."""
-        made = (each and Reading(each[0], each[1], each[2], RotaryForm(*each[3])) for each in readings)
+        made = (each and Reading(each[0], each[1], each[2], RotaryForm(*each[3]), each[4]) for each in readings)
         sizes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in widths)
-        return cls(tuple(made), sizes, bool(is_latent))
+        return cls(tuple(made), sizes, bool(is_latent), bool(reads_cached))
 
 
 class _Unclear(Exception):
@@ -119,14 +121,14 @@ def find_structure(
     layers, own = layers_of(model), model.config._attn_implementation
     model.set_attn_implementation(_LOOK_NAME)
     try:
-        attending, written = _written(model, len(layers), device, mixers)
+        attending, written, reads_cached = _written(model, len(layers), device, mixers)
         for each in chain(*written):
             check_numbers(each, name)
         is_latent = all(_depends(values) and not _depends(keys) for keys, values in written)
         if is_latent:
             written = [(values, keys) for keys, values in written]
         widths = tuple((len(keys), keys.shape[2], values.shape[2]) for keys, values in written)
-        return Structure(tuple(_readings(model, written)), widths, is_latent), attending
+        return Structure(tuple(_readings(model, written)), widths, is_latent, reads_cached), attending
     except _Unclear as error:
         raise UnsupportedModelError(
             f"model {name!r} ({model.config.model_type!r}) cannot be reused exactly: {error}. Choose another model, "
@@ -163,6 +165,8 @@ class _Sight:
     """What the attention of a pass saw."""
 
     pattern: AttentionPattern
+    cache: DynamicCache
+    reads_cached: bool = True
     layers: set[int] = field(default_factory=set)
     masks: set[tuple[int, int | None, int | None]] = field(default_factory=set)
     """Masks, by their ``id``, that a window and a length of chunks were compared with."""
@@ -172,12 +176,12 @@ class _Sight:
 
 def _written(
     model: Any, num_layers: int, device: torch.device, mixers: Mixers | None
-) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]], bool]:
     """Layers that attend, and of each keys after RoPE and values of one token at :data:`_POSITIONS`, each
-    ``(num_kv_heads, num_rows, head_dim)``."""
+    ``(num_kv_heads, num_rows, head_dim)``; and whether attention reads them as they are cached."""
     count = len(_POSITIONS)
     blocks = [Block.of(slice(i, i + 1), slice(i, i + 1), torch.zeros(1, dtype=torch.int64)) for i in range(count)]
-    sight, cache = _Sight(AttentionPattern(blocks)), DynamicCache()
+    sight = _Sight(AttentionPattern(blocks), cache := DynamicCache())
     if mixers is not None:
         cache.layers = [DynamicLayer() if isinstance(kind, DynamicLayer) else type(kind)() for kind in mixers.kinds]
     tokens = ordinary_tokens(model)
@@ -205,7 +209,7 @@ def _written(
     for layer in layers:
         if not _holds_kv(layer) or layer.keys.shape[2] != count:
             raise _Unclear("its layers do not each keep keys and values of every token")
-    return attending, [(layer.keys[0], layer.values[0]) for layer in layers]
+    return attending, [(layer.keys[0], layer.values[0]) for layer in layers], sight.reads_cached
 
 
 def _holds_kv(layer: Any) -> bool:
@@ -224,6 +228,8 @@ def _look(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **
         sight.masks.add(known)
         sight.kept.append(attention_mask)
     sight.layers.add(module.layer_idx)
+    own = sight.cache.layers[module.layer_idx : module.layer_idx + 1]
+    sight.reads_cached &= all(torch.equal(key, each.keys) and torch.equal(value, each.values) for each in own)
     pattern_attention(module, query, key, value, None, cacheclip_pattern=sight.pattern, **kwargs)  # knows its inputs
     # a row sees itself alone; sinks would weigh it by a product whose rounding depends on the position
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
@@ -256,7 +262,7 @@ def _check_mask(mask: Any, rule: AttentionRule) -> None:
 
 def _readings(model: Any, written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Reading | None]:
     """How each layer turns its keys."""
-    candidates = list(_candidates(model))
+    candidates = sorted(_candidates(model), key=lambda each: each[0].is_backward)
     for number, (keys, values) in enumerate(written):
         limit = _TOLERANCE.get(keys.dtype, _ROUNDED)
         if _depends(values):
@@ -264,6 +270,8 @@ def _readings(model: Any, written: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
         fits: dict[Reading | None, float] = {None: _spread(keys.float(), RotaryForm(), 0)}
         if fits[None] > limit:
             for reading, tables in candidates:
+                if reading.is_backward and min(fits.values()) <= limit:
+                    break
                 if (width := tables.cos.shape[-1]) <= keys.shape[-1]:
                     of_layer = tables.map(partial(torch.Tensor.to, device=keys.device))
                     fits[reading] = _spread(unrotate(keys, of_layer), reading.form, width)
@@ -288,8 +296,8 @@ def _candidates(model: Any) -> Iterator[tuple[Reading, Tables]]:
             continue
         is_complex = isinstance(made, torch.Tensor)
         for columns in ("complex",) if is_complex else ("halves", "pairs", "single"):
-            for in_pairs, at_end in product((False, True), (False, True)):
-                reading = Reading(number, kind, columns, RotaryForm(in_pairs, at_end))
+            for in_pairs, at_end, is_backward in product((False, True), repeat=3):
+                reading = Reading(number, kind, columns, RotaryForm(in_pairs, at_end), is_backward)
                 try:
                     yield reading, reading.read(made)
                 except Exception:  # it returns something else

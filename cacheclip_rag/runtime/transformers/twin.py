@@ -46,7 +46,6 @@ _SIZES: dict[str, float] = {
     **{"rotary_dim": 8, "global_head_dim": 2 * _HEAD, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8},
     **{"qk_head_dim": _HEAD + 8, "laurel_rank": 8, "attention_multiplier": 0.25, "attn_logit_softcapping": 4.0},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(
         (
             "n_group",
@@ -70,9 +69,9 @@ _OTHERS = {"head_dim": 2 * _HEAD, "num_key_value_heads": 1}
 """Of single layers that differ from the others."""
 _STEPS = (
     *("sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "interleave_moe_layer_step"),
-    "attn_layer_period",
+    *("attn_layer_period", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
 )
-"""Of how many layers each one is of another kind."""
+"""Of how many layers each one is of another kind; and how many experts a token has."""
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """How many of the first layers are of another kind."""
 _OF_WEIGHTS = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
@@ -215,8 +214,11 @@ def _shrink_rope(rope: dict[str, Any], fields: Mapping[str, Any]) -> None:
     share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     num_pairs = math.floor(_HEAD * share) // 2
     if "mrope_section" in rope:
-        third = num_pairs // 3
-        rope["mrope_section"] = [num_pairs - 2 * third, third, third]
+        sections = rope["mrope_section"]
+        others = [round(num_pairs * each / sum(sections)) for each in sections[1:]]
+        rope["mrope_section"] = [num_pairs - sum(others), *others]
+    if "partial_rotary_factor" in rope and fields.get("kv_lora_rank"):
+        rope["partial_rotary_factor"] = fields["qk_rope_head_dim"] / fields["qk_head_dim"]
     for key in ("short_factor", "long_factor"):
         if key in rope:
             rope[key] = rope[key][:num_pairs]

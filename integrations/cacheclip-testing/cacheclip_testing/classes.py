@@ -25,15 +25,30 @@ _VISION: dict[str, Any] = {
     **{"num_position_embeddings": 16, "spatial_merge_size": 2, "num_global_layers": 1, "default_output_length": 4},
     **{"position_embedding_size": 16, "conf_hidden_size": 32, "conf_num_hidden_layers": 1},
     **{"conf_num_attention_heads": 2, "output_proj_dims": 64, "subsample_conv_channels": [8, 8]},
-    **{"sscp_conv_channel_size": [8, 8], "conf_positional_bias_size": 256},
+    **{"sscp_conv_channel_size": [8, 8], "conf_positional_bias_size": 256, "vision_feature_layer": [0, 0]},
+    **{"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64},
+    **{"num_blocks": 1, "ext_pw_out_channel": 32, "downsample_hidden_size": 8, "mlp_dim": 32},
+    **{"vocab_size": 64, "base_channels": 32, "num_res_blocks": 1, "num_embeddings": 64},
 }
 """Sizes of what reads images or sound, which is dropped."""
-_SECTIONS = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "paddleocr_vl_text")
+_SECTIONS = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm4v_moe_text", "glm_ocr_text"), [16, 24, 24]),
+    **dict.fromkeys(("paddleocr_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text"), [16, 24, 24]),
+    "ernie4_5_vl_moe_text": [22, 22, 20],
+}
 """Text models whose tokens have three positions: their default config has no sections for them."""
 _MISSING: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "nemotron"), {"head_dim": 16}
-    ),
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"), {"head_dim": 16}),
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "step3p5": {"sliding_window": 512},
+    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 5}}),
+    "ovis2": {"vocab_size": _VOCABULARY, "hidden_size": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
@@ -80,11 +95,13 @@ def tiny_of_class(name: str, **settings: Any) -> Any:
     config = kind()
     text = config.get_text_config(decoder=True)
     is_whole = text is not config and kind in AutoModelForImageTextToText._model_mapping
-    auto: Any = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    has_text = kind in AutoModelForCausalLM._model_mapping and not is_whole
+    auto: Any = AutoModelForCausalLM if has_text else AutoModelForImageTextToText
     small = _tiny(text, settings)
     if text is not config:
         parts = {key: part for key, part in _parts(config) if part is not text}
-        small = kind(text_config=small, **{key: _tiny_tower(part) for key, part in parts.items()})
+        towers = {key: _tiny_tower(part) for key, part in parts.items()}
+        small = kind(text_config=small, **towers, **_MISSING.get(name, {}))
         for key in [each for each in vars(small) if each.endswith(("token_id", "token_index"))]:
             if isinstance(getattr(small, key), int):
                 setattr(small, key, 5)
@@ -97,10 +114,12 @@ def tiny_of_class(name: str, **settings: Any) -> Any:
 
 def _tiny(config: Any, settings: dict[str, Any]) -> Any:
     config.max_position_embeddings = _CONTEXT
+    for key, part in _parts(config):
+        setattr(config, key, _tiny_tower(part))
     for key, value in _MISSING.get(config.model_type, {}).items():
         setattr(config, key, value)
     if config.model_type in _SECTIONS:
-        config.rope_parameters = {**config.rope_parameters, "mrope_section": []}
+        config.rope_parameters = {**config.rope_parameters, "mrope_section": _SECTIONS[config.model_type]}
     fields = {**shrunk_config(config).to_dict(), **settings, "eos_token_id": 2, "pad_token_id": 0}
     return type(config).from_dict(fields)
 
