@@ -28,10 +28,8 @@ from .chunks.texts import ChunkTexts
 from .config import EngineConfig
 from .fusion.answer import Answer, Event
 from .guards.base import Observer, brought_observers
-from .guards.certificate import CertificateGuard
 from .guards.metrics import Metrics
 from .guards.misses import MissWarning
-from .guards.promise import PromiseWatch
 from .guards.shadow import ShadowChecker
 from .guards.tracing import Tracing, is_traced
 from .methods.base import Method
@@ -89,16 +87,17 @@ class CacheClipEngine(Closing):
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics(self.parts.tier_stats)
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
-        watch = PromiseWatch(self.metrics)
         self.observers: list[Observer] = [
-            CertificateGuard(self.config, watch),
+            self.parts.certificates,
             MissWarning(),
             self.metrics,
             *([Tracing(self.config.primary)] if is_traced() else []),
         ]
         """Observers of every plan and every answer. Append your own."""
         rate = self.config.shadow_rate
-        shadow = ShadowChecker(lambda: self.primary, self.metrics, watch, rate=rate, others=self.observers)
+        shadow = ShadowChecker(
+            lambda: self.primary, self.metrics, self.parts.certificates, rate=rate, others=self.observers
+        )
         self.observers += [shadow, *brought_observers(self.config)]
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)

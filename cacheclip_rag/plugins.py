@@ -8,7 +8,7 @@ It brings objects by entry points, which are loaded when they are first needed:
 | ``cacheclip.runtimes`` | a subclass of :class:`ModelLoader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
 | ``cacheclip.stores`` | for a scheme of URLs, a :class:`~cacheclip_rag.store.StoreKind` | ``s3 = cacheclip_shared.kind`` |
 | ``cacheclip.observers`` | a function that gets an engine's config and returns an :class:`~cacheclip_rag.guards.Observer`, or None | |
-| ``cacheclip.measurements`` | ``ratios``: a subclass of :class:`~cacheclip_rag.measuring.RatioChooser` | ``cacheclip_lab.timing.controllers:Controllers`` |
+| ``cacheclip.measurements`` | ``certificates``, ``ratios``: a subclass of :class:`~cacheclip_rag.measuring.Certificates`, of :class:`~cacheclip_rag.measuring.RatioChooser` | ``cacheclip_lab.timing.controllers:Controllers`` |
 | ``cacheclip.methods`` | for a preset's name, its :class:`~cacheclip_rag.methods.Method` | ``mine = my_package:METHOD`` |
 
 A runtime that computes tokens only in the order of the prompt has the calls of :class:`OrderedRuntime`, and

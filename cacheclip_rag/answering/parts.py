@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.checks import check_ratio_and_limit
+from ..base.guests import measurement
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.stored_prompts import StoredPrompts
 from ..chunks.texts import ChunkTexts
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
-from ..guards.engine_certificates import Certificates
+from ..guards.certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
 from ..models.load import unload_models
@@ -33,7 +34,7 @@ from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ReadBuffer, TenantStore, TieredStore, TierStats, open_chunk_store
 from .models import EngineModels
-from .ratios import RatioChooser, ratio_chooser
+from .ratios import RatioChooser
 from .turns import CALLER
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Parts:
         self._stored_prompts: StoredPrompts | None = None
         self.head_sets = HeadSets(lambda: self.models.runtime, lambda: self.models.auxiliary_caches)
         """Head sets of the auxiliary model."""
-        self.certificates = Certificates(config, self.kv_sources)
+        self.certificates = measurement("certificates", Certificates, config, self.kv_sources)
         """What certificates say about methods with these models."""
 
     # -- store --------------------------------------------------------------------------------------------------
@@ -210,8 +211,11 @@ class Parts:
         """Chooses recompute ratios by predicted time."""
         controllers = self._controllers
         if controllers is None:
-            controllers = self._controllers = ratio_chooser(
-                self.certificates, lambda: [self.models.runtime, *filter(None, [self.head_sets.auxiliary])]
+            controllers = self._controllers = measurement(
+                "ratios",
+                RatioChooser,
+                self.certificates,
+                lambda: [self.models.runtime, *filter(None, [self.head_sets.auxiliary])],
             )
         return controllers
 

@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..base.errors import MissingExtraError
-from ..base.guests import MEASUREMENTS, ask_guest, guests
 from ..fusion.answer import FusionStats
-from ..guards.engine_certificates import Certificates
+from ..guards.certificates import Certificates
 from ..methods.base import Method
 from ..plan.plan import KVSources, Plan
 from ..runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
-
-_NAME = "ratios"
 
 
 class RatioChooser:
@@ -55,17 +52,3 @@ class RatioChooser:
     def profile_machine(self, engine: Any, method: Method) -> Any:
         """Measure, and choose by it from now on; see :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`."""
         raise self._missing
-
-
-def ratio_chooser(certificates: Certificates, runtimes: Callable[[], Sequence[Runtime]]) -> RatioChooser:
-    """The one that is installed. Raises ConfigurationError: it cannot be used."""
-    if _NAME not in guests(MEASUREMENTS):
-        return RatioChooser(certificates, runtimes)
-
-    def fits(kind: Any) -> bool:
-        return isinstance(kind, type) and issubclass(kind, RatioChooser)
-
-    def made(kind: type[RatioChooser]) -> RatioChooser:
-        return kind(certificates, runtimes)
-
-    return ask_guest(MEASUREMENTS, _NAME, made, "a subclass of RatioChooser", fits)

@@ -21,7 +21,7 @@ GROUPS = [f"cacheclip.{each}" for each in "commands measurements methods observe
 STORES = "cacheclip.stores"
 """Group of what opens stores, by the scheme of their URLs."""
 MEASUREMENTS = "cacheclip.measurements"
-"""Group of what measures an engine, by name: ``ratios``."""
+"""Group of what measures an engine, by name: ``certificates`` and ``ratios``."""
 
 _T = TypeVar("_T")
 
@@ -84,6 +84,19 @@ def ask_guest(group: str, name: str, question: Callable[[Any], _T], expected: st
         raise ConfigurationError(f"{brought_by(group, name)}: {error}") from error
     except (Exception, SystemExit) as error:
         raise unusable(group, name, f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def measurement(name: str, kind: type[_T], *arguments: Any) -> _T:
+    """The installed subclass of ``kind`` under this name, made with these arguments; without one, ``kind`` itself.
+    Raises ConfigurationError: it cannot be used."""
+    if name not in guests(MEASUREMENTS):
+        return kind(*arguments)
+
+    def fits(guest: Any) -> bool:
+        return isinstance(guest, type) and issubclass(guest, kind)
+
+    made: _T = ask_guest(MEASUREMENTS, name, lambda guest: guest(*arguments), f"a subclass of {kind.__name__}", fits)
+    return made
 
 
 def lacking(guest: object, protocol: type) -> list[str]:

@@ -20,9 +20,9 @@ import torch
 from ..base.sampling import is_greedy
 from ..fusion.answer import FusionStats
 from .base import ObservedAnswer, Observer
+from .certificates import Certificates
 from .fidelity import kl_divergence, read_along
 from .metrics import Metrics
-from .promise import PromiseWatch
 
 if TYPE_CHECKING:
     from ..methods.base import Method
@@ -61,7 +61,7 @@ class ShadowChecker(Observer):
         self,
         find_runtime: Callable[[], Runtime],
         metrics: Metrics,
-        watch: PromiseWatch,
+        certificates: Certificates,
         *,
         rate: float,
         others: Sequence[Observer] = (),
@@ -69,12 +69,12 @@ class ShadowChecker(Observer):
         """
         Args:
             find_runtime: returns the primary model's runtime; first called after the first answer.
-            watch: counts whole greedy answers that differ. Answers of ``finish`` do not count: they are corrected, or
-                marked where they differ.
+            certificates: count whole greedy answers that differ. Answers of ``finish`` do not count: they are
+                corrected, or marked where they differ.
             others: told what full prefill chooses along an answer (:meth:`Observer.on_compared`).
         """
         self._find_runtime = find_runtime
-        self._metrics, self._watch, self._others = metrics, watch, others
+        self._metrics, self._certificates, self._others = metrics, certificates, others
         self._rate = rate
         self._random = random.Random()
         self._pending: set[Future[None]] = set()
@@ -88,7 +88,7 @@ class ShadowChecker(Observer):
         stats = answered.answer.stats
         if stats.gated and not answered.params.json_schema and self._random.random() < self._rate:
             if is_greedy(answered.params):
-                self._watch.record(answered.plan.method, differs=False)
+                self._count(answered.plan.method, differs=False)
             return
         if stats.gated or stats.method == "full":
             return
@@ -139,7 +139,13 @@ class ShadowChecker(Observer):
             return
         self._record(kl, agreement, len(request.answer_ids), request.stats)
         if agreement is not None:
-            self._watch.record(request.method, differs=agreement < 1.0)
+            self._count(request.method, differs=agreement < 1.0)
+
+    def _count(self, method: Method, *, differs: bool) -> None:
+        """For the promise of the method's certificate, if there is one."""
+        breaks = self._certificates.record(method, differs)
+        if breaks is not None:
+            self._metrics.record_promise(differs, breaks)
 
     def _record_verified(self, answered: ObservedAnswer, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..base.clock import PHASES as PHASES
     from ..base.machine import processor_name as processor_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
-    from ..guards.engine_certificates import Certificates as Certificates
+    from ..guards.certificates import Certificates as Certificates
     from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
     from ..guards.identity import Identity as Identity, differences as differences
     from ..plan.plan import KVSources as KVSources, Prediction as Prediction
@@ -50,7 +50,7 @@ __getattr__, __all__ = late_names(
         "..base.clock": "PHASES",
         "..base.machine": "processor_name",
         "..chunks.caches": "ChunkCaches",
-        "..guards.engine_certificates": "Certificates",
+        "..guards.certificates": "Certificates",
         "..guards.fidelity": "greedy kl_divergence read_along",
         "..guards.identity": "Identity differences",
         "..plan.plan": "KVSources Prediction",

@@ -29,7 +29,6 @@ from ..fusion.answer import FusionStats, Trace
 from ..fusion.fuse import plan_ahead
 from ..fusion.wire import FusionPlan
 from ..guards.base import Observer, brought_observers
-from ..guards.certificate import CertificateGuard, check_certificate
 from ..guards.misses import MissWarning
 from ..methods.base import Method
 from ..models.load import concrete, load_planning
@@ -83,7 +82,7 @@ class PlanningEngine(Closing):
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
         self.observers: list[Observer] = [
-            CertificateGuard(self.config),
+            self.parts.certificates,
             MissWarning(),
             *brought_observers(self.config),
         ]
@@ -115,7 +114,7 @@ class PlanningEngine(Closing):
         sources = self.parts.kv_sources(method)
         self.parts.texts.index.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
-            check_certificate(self.config, method, self.parts.certificates.identity(method))
+            self.parts.certificates.check(method)
         self.segments("?", method=method)
         assert sources.primary.runtime is self.primary
 

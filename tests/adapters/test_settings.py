@@ -6,15 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificate_files import promise, save
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.adapters import ALIASES, ModelFields
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError
-from cacheclip_rag.guards.promise import PromisedGate
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from tests.adapters.plain_model import PlainComponent, PlainModel
-from tests.guards.test_certificate import certificate_for
 
 KINDS: list[Any] = [PlainModel, PlainComponent]
 PROMPT = "Where did the keeper live?"
@@ -99,23 +96,6 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
         kind(auxiliary_codec="int8")
     with pytest.raises(ConfigurationError, match=r"unknown field auxilary\. Did you mean 'auxiliary'\?"):
         kind(auxilary="smollm2-135m")
-
-
-def test_the_gate_may_be_the_certificates(
-    tiny_models: Any, chunks: list[str], monkeypatch: Any, tmp_path: Path
-) -> None:
-    """Ratio and gate are the promised ones; without a promise, the error says how to get one."""
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    llm = PlainModel(**models, method="cacheclip", min_confidence="auto", max_tokens=2)
-    prompt = "\n\n".join([*chunks, PROMPT])
-    with pytest.raises(CertificateError, match="expects a promise in the certificate.*--max-differ"):
-        ask(llm, prompt)
-    gates = (PromisedGate(0.35, 0.0, 0, 0.09, 0.35),)
-    save(certificate_for(llm.engine, guarantee=promise(*gates)))
-    llm.engine.precompute(chunks)
-    said = ask(llm, prompt)
-    assert (said["method"], said["nominal_ratio"], said["gated"]) == ("cacheclip", 0.35, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

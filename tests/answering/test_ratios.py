@@ -19,7 +19,7 @@ def make(**options: Any) -> CacheClipEngine:
 
 
 def test_a_method_keeps_its_own_ratio(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("cacheclip_rag.answering.ratios.guests", lambda _: {})
+    monkeypatch.setattr("cacheclip_rag.base.guests.MEASUREMENTS", "cacheclip.none")
     engine = make(recompute_ratio="auto")
     stats = [engine.generate(rag_prompt(CHUNKS), max_tokens=1).stats for _ in range(2)]
     assert [(each.nominal_ratio, each.predicted_ttft_s) for each in stats] == [(0.2, None)] * 2

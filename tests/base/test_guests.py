@@ -357,7 +357,7 @@ def test_what_is_needed_and_cannot_be_used_is_named(
 
 
 def test_what_measures_is_named(install: Install, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.answering.ratios.MEASUREMENTS", "cacheclip.measures")
+    monkeypatch.setattr("cacheclip_rag.base.guests.MEASUREMENTS", "cacheclip.measures")
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic", recompute_ratio="auto")
     for name, named, kind in (("one", "", "module"), ("two", ":wrong", "function wrong")):
         install(name, measures={"ratios": f"guest_of_a_test{named}"})

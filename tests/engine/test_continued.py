@@ -183,8 +183,8 @@ class TestContinued:
             def decide(self, method: Method, plan: Plan, *_: object) -> Plan:
                 return replace(plan, method=plan.method.at(0.4), prediction=Prediction(1.0, 2.0))
 
-        monkeypatch.setattr("cacheclip_rag.answering.ratios.RatioChooser", Chooser)
-        monkeypatch.setattr("cacheclip_rag.answering.ratios.guests", lambda _: {})
+        monkeypatch.setattr("cacheclip_rag.answering.parts.RatioChooser", Chooser)
+        monkeypatch.setattr("cacheclip_rag.base.guests.MEASUREMENTS", "cacheclip.none")
         engine = make(stored=passages, method="epic", recompute_ratio="auto", min_confidence=0.0)
         found = [engine.generate(rag(passages, question), SHORT).stats for question in ("Who?", "Where?", "And then?")]
         assert [stats.nominal_ratio for stats in found] == [0.4] * 3 and not any(stats.bypassed for stats in found)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.guards.promise import PromiseWatch
+from cacheclip_rag.guards.shadow import ShadowChecker
 from tests.conftest import CHUNKS, Make, Patch, rag_prompt
 
 PENALTIES = {each.name: each.default + 2.0 for each in fields(SamplingParams) if each.name.endswith("_penalty")}
@@ -18,7 +18,7 @@ PROMPT = rag_prompt(CHUNKS)
 def watched(monkeypatch: Patch) -> list[bool]:
     """Whether the answers that count for the promise differ."""
     found: list[bool] = []
-    monkeypatch.setattr(PromiseWatch, "record", lambda watch, method, *, differs: found.append(differs))
+    monkeypatch.setattr(ShadowChecker, "_count", lambda checker, method, *, differs: found.append(differs))
     return found
 
 

@@ -1,31 +1,24 @@
 """Comparing answers with full prefill in production, and the metrics that come of it."""
 
 import logging
-import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from certificate_files import save
 from fake_stats import stats
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
-from cacheclip_rag.guards import Guarantee, Metrics, PromisedGate, promise
-from cacheclip_rag.guards.promise import PromiseWatch
+from cacheclip_rag.guards import Metrics
 from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.measuring import greedy, read_along
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store import TierStats
 from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt, raising
-from tests.guards.test_certificate import certificate_for
 
 PARAMS = SamplingParams(max_tokens=10)
-PROMISE = Guarantee(0.1, 0.95, 100, (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),), None, None, None)
 NOT_GREEDY: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3},
     {"frequency_penalty": 2.0},
@@ -191,87 +184,6 @@ class TestShadow:
     def test_senseless_settings(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             CacheClipEngine(**options)
-
-
-class TestPromise:
-    """What comparisons say about the promise of a certificate."""
-
-    @pytest.fixture
-    def promising(self, make: Make, monkeypatch: Patch, tmp_path: Path) -> Make:
-        """Engines that have one."""
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-
-        def build(**options: Any) -> CacheClipEngine:
-            engine: CacheClipEngine = make(shadow_rate=1.0, **options)
-            save(certificate_for(engine, guarantee=PROMISE))
-            return engine
-
-        return build
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("requires", [False, True])
-    def test_a_broken_one_is_told_and_if_required_ends_reuse(
-        self, promising: Make, caplog: Logs, requires: bool
-    ) -> None:
-        engine = promising(require_certificate=requires, prefix_cache_bytes=0)
-        texts, warned = [], []
-        for _ in range(7):
-            answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
-            assert engine.wait_for_observers(30)
-            texts.append(answer.text)
-            warned.append(caplog.text.count("than its certificate promises (at most 10 %)"))
-        values = engine.metrics.snapshot()
-        # 1.5, 2 and 4 times the promised rate: (1.5 ** 5 + 2 ** 5 + 4 ** 5) / 3 is the first above 100
-        assert warned == [0, 0, 0, 0, 1, 1, 1] and values["promise_broken_total"] == 1
-        checked = 5 if requires else 7
-        assert (values["promise_checks_total"], values["promise_differing_total"]) == (checked, checked)
-        full = engine.generate(rag_prompt(CHUNKS), PARAMS, method="full").text
-        assert texts == [*[texts[0]] * 5, *[full if requires else texts[0]] * 2] and full != texts[0]
-        why = "comparisons with full prefill contradict the promise of the certificate"
-        assert (answer.stats.bypassed, answer.stats.fallback) == ((True, why) if requires else (False, None))
-        # another gate has no promise that could be broken
-        other = replace(preset("cacheclip").at(1.0))
-        assert engine.generate(rag_prompt(CHUNKS), PARAMS, method=other).stats.fallback is None
-
-    @pytest.mark.parametrize("least", [0.0, 1.0])
-    def test_answers_below_the_gate_count_as_equal(self, promising: Make, least: float) -> None:
-        engine = promising()
-        for temperature in (0.0, 1.0):  # of a sampled answer nothing is known
-            params = SamplingParams(max_tokens=10, temperature=temperature, seed=0)
-            engine.prefixes.clear()
-            engine.generate(rag_prompt(CHUNKS), params, method=replace(preset("cacheclip"), min_confidence=least))
-        assert engine.wait_for_observers(30)
-        values = engine.metrics.snapshot()
-        assert values["promise_checks_total"] == 1 and values["promise_differing_total"] == (least == 0.0)
-        assert values["gated_total"] == 2 * least and values.get("shadow_checks_total", 0) == 2 * (least == 0.0)
-
-    @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
-    def test_one_token_makes_answer_differ(self, promising: Make, monkeypatch: Patch, agreement: float | None) -> None:
-        monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: (0.0, agreement))
-        values = asked(promising(), method="cacheclip")
-        assert values.get("promise_checks_total", 0) == (agreement is not None)
-        assert values.get("promise_differing_total", 0) == (agreement == 0.9)
-
-    @pytest.mark.long
-    @pytest.mark.parametrize("most", [0.02, 0.3])
-    def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: Patch) -> None:
-        """However long one looks; and a wrong limit is seen."""
-        draw, guarantee, method = random.Random(5), replace(PROMISE, most=most), preset("cacheclip")
-
-        def alarms(rate: float, streams: int, answers: int = 200) -> float:
-            broken = 0
-            for _ in range(streams):
-                watch = PromiseWatch(Metrics())
-                watch.begin(method, guarantee)
-                for _ in range(answers):
-                    watch.record(method, draw.random() < rate)
-                broken += watch.is_broken(method)
-            return broken / streams
-
-        assert alarms(most, 100) <= 0.02
-        assert alarms(2.5 * most, 20, round(60 / most)) == 1.0
-        monkeypatch.setattr(promise, "FALSE_ALARM", 0.5)
-        assert alarms(most, 100) > 0.1
 
 
 class TestMetrics:

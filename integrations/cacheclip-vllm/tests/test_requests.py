@@ -164,7 +164,7 @@ class TestPlanner:
     def test_a_certificate_of_another_backend_does_not_count(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        from cacheclip_rag.guards import certificate as certificates
+        from cacheclip_lab.certificates import verdicts as certificates
 
         monkeypatch.setattr(certificates, "_folder", lambda: tmp_path)
         engine, planner = made["engine"], Planner(**made["options"], require_certificate=True)

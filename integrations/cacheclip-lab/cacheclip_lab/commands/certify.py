@@ -16,8 +16,7 @@ from .common import BackendOption, Rows, VariantsOption, measured, print_tables
 from .tables import CertifyTable
 
 if TYPE_CHECKING:
-    from cacheclip_rag.guards import Guarantee
-
+    from ..certificates import Guarantee
     from ..evaluation.certificate import Certificate, HistoryFigures
 
 

@@ -1,6 +1,6 @@
 """One certificate: all that ``cacheclip certify`` measured of a pair of models, and its file.
 
-Engines read of it what they obey (:class:`cacheclip_rag.guards.Verdicts`).
+Engines read of it what they obey (:class:`~cacheclip_lab.certificates.Verdicts`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CertificateError
-from cacheclip_rag.guards import FORMAT_VERSION, Guarantee, Verdicts, certificate_path, read_certificate
 from cacheclip_rag.measuring import Identity
 from cacheclip_rag.plugins import atomic_path, cache_home, json_digest, write_json
+
+from ..certificates import FORMAT_VERSION, Guarantee, Verdicts, certificate_path, read_certificate
 
 logger = logging.getLogger(__name__)
 

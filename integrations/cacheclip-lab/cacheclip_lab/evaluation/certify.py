@@ -1,7 +1,7 @@
 """Certifies a pair of models: checks that reuse is exact, and measures how close to full prefill each ratio is.
 
 The verdict at a ratio is ``exact`` if the answers equal full prefill's, ``faithful`` if the means over the bundled
-prompts stay within :data:`~cacheclip_rag.guards.certificate.THRESHOLDS`, and otherwise ``not faithful``. If an
+prompts stay within :data:`~cacheclip_lab.certificates.THRESHOLDS`, and otherwise ``not faithful``. If an
 exactness check fails, every verdict is ``not faithful``.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats
-from cacheclip_rag.guards import THRESHOLDS
 from cacheclip_rag.measuring import Identity, identity_of
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 
+from ..certificates import THRESHOLDS
 from .certificate import Certificate, EditFigures, GateFigures, RatioFigures, TurnFigures, check_writable
 from .conversations import TurnOutcome, converse, questions_of
 from .edits import EditOutcome, edits, measured_edits

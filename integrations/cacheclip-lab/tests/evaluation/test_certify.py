@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cacheclip_lab.certificates.verdicts as certificates
 import cacheclip_lab.evaluation.certify as module
 import pytest
 import torch
+from cacheclip_lab.certificates import Guarantee, PromisedGate
 from cacheclip_lab.evaluation import edits as edited, exactness, guarantee as guarantees
 from cacheclip_lab.evaluation.certificate import saved_certificate
 from cacheclip_lab.evaluation.certify import RATIOS, certify
@@ -26,10 +28,8 @@ from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_testing.plugin import CACHECLIP, CHUNKS, QUESTION
 from typer.testing import CliRunner
 
-import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, CertificateError, ConfigurationError, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
-from cacheclip_rag.guards import Guarantee, PromisedGate
 from cacheclip_rag.measuring import FusedCache, kl_divergence
 from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.runtime.transformers import attention

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.certificates import verdicts as certificates
 from cacheclip_testing import build_auxiliary, build_model
 from vllm_engines import CHUNKS, MODELS, TEMPLATES, Setting, clean_up
-
-from cacheclip_rag.guards import certificate as certificates
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.certificates import verdicts as certificates
 from cacheclip_lab.evaluation import certify as common
 from cacheclip_lab.evaluation.served import NOT_MEASURED, certify_vllm
 from cacheclip_vllm.offline import FusedLLM
 from vllm_engines import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, started
 
 from cacheclip_rag import CertificateError, ConfigurationError, EngineConfig
-from cacheclip_rag.guards import certificate as certificates
 
 NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_token_total", "shadow_skipped_total")
 

@@ -4,8 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.guards import FORMAT_VERSION, THRESHOLDS, Guarantee, Verdicts, certificate_path
-from cacheclip_rag.guards.certificate import GateVerdict, RatioVerdict
+from cacheclip_lab.certificates import FORMAT_VERSION, THRESHOLDS, Guarantee, Verdicts, certificate_path
+from cacheclip_lab.certificates.verdicts import GateVerdict, RatioVerdict
+
 from cacheclip_rag.measuring import Identity
 from cacheclip_rag.plugins import json_digest, write_json
 

@@ -2,25 +2,32 @@
 
 import json
 import logging
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import cacheclip_lab.certificates.promise as promises
+import cacheclip_lab.certificates.verdicts as certificates
 import pytest
+from cacheclip_lab.certificates.promise import Guarantee, PromisedGate, PromiseWatch
+from cacheclip_lab.certificates.verdicts import THRESHOLDS, RatioVerdict, Verdicts, find_certificate
 from certificate_files import save, verdicts_for
 
-import cacheclip_rag.guards.certificate as certificates
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError, ModelError
-from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
-from cacheclip_rag.guards.certificate import THRESHOLDS, RatioVerdict, Verdicts, find_certificate
-from cacheclip_rag.guards.identity import Identity
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.selection.budget import Budget
-from cacheclip_rag.selection.scorers import AuxiliaryAttention
+from cacheclip_rag import (
+    CacheClipEngine,
+    CertificateError,
+    ConfigurationError,
+    EngineConfig,
+    ModelError,
+    SamplingParams,
+)
+from cacheclip_rag.measuring import Identity
+from cacheclip_rag.methods import Recompute, preset
+from cacheclip_rag.models import load_model
+from cacheclip_rag.selection import AuxiliaryAttention, Budget
 from tests.conftest import CACHECLIP, CHUNKS, Logs, Make, Models, Patch, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -105,7 +112,8 @@ class TestFile:
         same = replace(direct, chunk_context="passages")
         assert engine.parts.certificates.identity(same) == before, "however it is said"
         assert make(chunk_context="prefix").parts.certificates.identity(direct) != before
-        monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
+        contexts = import_module("cacheclip_rag.chunks.context")
+        monkeypatch.setitem(contexts.CONTEXTS, "passages", contexts.ChunkContext(text="Another passage.\n\n"))
         assert engine.parts.certificates.identity(direct) != before
 
     def test_verdict_at_a_ratio(self, make: Make) -> None:
@@ -125,6 +133,15 @@ class TestFile:
         monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
         found, why = find_certificate(made.identity)
         assert found is None and "thresholds" in why
+
+
+def test_thresholds_are_those_of_the_documentation() -> None:
+    said = (
+        "mean KL at most {first_token_kl:g} at the first token and {answer_kl:g} along the answer, {agreement:.0%} "
+        "equal greedy tokens, and {needle_accuracy_of_full:.0%} of the needles"
+    ).format(**THRESHOLDS)
+    page = Path(__file__).parents[3] / "docs/pages/how-to/certify.md"
+    assert said.replace("95%", "95 %") in page.read_text(encoding="utf-8")
 
 
 class TestGate:
@@ -215,12 +232,12 @@ class TestEngine:
         self, make: Make, chunks: list[str], caplog: Logs, tiny_models: Models
     ) -> None:
         """A line for whoever runs a demo; the whole command is in the log, one level below."""
-        caplog.set_level(logging.INFO, "cacheclip_rag.guards.certificate")
+        caplog.set_level(logging.INFO, "cacheclip_lab.certificates.verdicts")
         for engine in (make(), make()):
             engine.precompute(chunks)
             for _ in range(2):
                 engine.generate(rag_prompt(chunks), ONE)
-        said = [record for record in caplog.records if record.name == "cacheclip_rag.guards.certificate"]
+        said = [record for record in caplog.records if record.name == "cacheclip_lab.certificates.verdicts"]
         [warning] = [record.getMessage() for record in said if record.levelno == logging.WARNING]
         assert "not measured" in warning and warning.endswith("cacheclip certify") and len(warning) < 100
         information = [record.getMessage() for record in said if record.levelno == logging.INFO]
@@ -270,3 +287,91 @@ class TestEngine:
         assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
         with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
+
+
+TEN = SamplingParams(max_tokens=10)
+KEPT_UNGATED = Guarantee(0.1, 0.95, 100, (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),), None, None, None)
+
+
+class TestPromise:
+    """What comparisons say about the promise of a certificate."""
+
+    @pytest.fixture
+    def promising(self, make: Make, tiny_models: Models, monkeypatch: Patch) -> Make:
+        """Engines that have one. Their answers do not end early."""
+        monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
+
+        def build(**options: Any) -> CacheClipEngine:
+            engine: CacheClipEngine = make(stored=CHUNKS, shadow_rate=1.0, **options)
+            save(certificate_for(engine, guarantee=KEPT_UNGATED))
+            return engine
+
+        return build
+
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize("requires", [False, True])
+    def test_a_broken_one_is_told_and_if_required_ends_reuse(
+        self, promising: Make, caplog: Logs, requires: bool
+    ) -> None:
+        engine = promising(require_certificate=requires, prefix_cache_bytes=0)
+        texts, warned = [], []
+        for _ in range(7):
+            answer = engine.generate(rag_prompt(CHUNKS), TEN, method="cacheclip")
+            assert engine.wait_for_observers(30)
+            texts.append(answer.text)
+            warned.append(caplog.text.count("than its certificate promises (at most 10 %)"))
+        values = engine.metrics.snapshot()
+        # 1.5, 2 and 4 times the promised rate: (1.5 ** 5 + 2 ** 5 + 4 ** 5) / 3 is the first above 100
+        assert warned == [0, 0, 0, 0, 1, 1, 1] and values["promise_broken_total"] == 1
+        checked = 5 if requires else 7
+        assert (values["promise_checks_total"], values["promise_differing_total"]) == (checked, checked)
+        full = engine.generate(rag_prompt(CHUNKS), TEN, method="full").text
+        assert texts == [*[texts[0]] * 5, *[full if requires else texts[0]] * 2] and full != texts[0]
+        why = "comparisons with full prefill contradict the promise of the certificate"
+        assert (answer.stats.bypassed, answer.stats.fallback) == ((True, why) if requires else (False, None))
+        # another gate has no promise that could be broken
+        other = replace(preset("cacheclip").at(1.0))
+        assert engine.generate(rag_prompt(CHUNKS), TEN, method=other).stats.fallback is None
+
+    @pytest.mark.parametrize("least", [0.0, 1.0])
+    def test_answers_below_the_gate_count_as_equal(self, promising: Make, least: float) -> None:
+        engine = promising()
+        for temperature in (0.0, 1.0):  # of a sampled answer nothing is known
+            params = SamplingParams(max_tokens=10, temperature=temperature, seed=0)
+            engine.prefixes.clear()
+            engine.generate(rag_prompt(CHUNKS), params, method=replace(preset("cacheclip"), min_confidence=least))
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values["promise_checks_total"] == 1 and values["promise_differing_total"] == (least == 0.0)
+        assert values["gated_total"] == 2 * least and values.get("shadow_checks_total", 0) == 2 * (least == 0.0)
+
+    @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
+    def test_one_token_makes_answer_differ(self, promising: Make, monkeypatch: Patch, agreement: float | None) -> None:
+        monkeypatch.setattr("cacheclip_rag.guards.shadow.ShadowChecker._compare", lambda *_: (0.0, agreement))
+        engine = promising()
+        engine.generate(rag_prompt(CHUNKS), TEN)
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values.get("promise_checks_total", 0) == (agreement is not None)
+        assert values.get("promise_differing_total", 0) == (agreement == 0.9)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("most", [0.02, 0.3])
+    def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: Patch) -> None:
+        """However long one looks; and a wrong limit is seen."""
+        draw, guarantee, method = random.Random(5), replace(KEPT_UNGATED, most=most), preset("cacheclip")
+
+        def alarms(rate: float, streams: int, answers: int = 200) -> float:
+            broken = 0
+            for _ in range(streams):
+                watch = PromiseWatch()
+                watch.begin(method, guarantee)
+                for _ in range(answers):
+                    watch.record(method, draw.random() < rate)
+                broken += watch.is_broken(method)
+            return broken / streams
+
+        assert alarms(most, 100) <= 0.02
+        assert alarms(2.5 * most, 20, round(60 / most)) == 1.0
+        monkeypatch.setattr(promises, "FALSE_ALARM", 0.5)
+        assert alarms(most, 100) > 0.1

@@ -1,7 +1,7 @@
-"""Reads a certificate, the result of ``cacheclip certify`` for a pair of models, and obeys it.
+"""Reads a certificate, the result of ``cacheclip certify`` for a pair of models.
 
-A certificate is valid for one identity (:mod:`.identity`). It is a file in the cache folder. Its digest detects damage,
-not forgery, so protect the folder by permissions.
+A certificate is valid for one :class:`~cacheclip_rag.measuring.Identity`. It is a file in the cache folder. Its digest
+detects damage, not forgery, so protect the folder by permissions.
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CertificateError
-from ..base.keys import json_digest
-from ..base.paths import cache_home
-from ..config import EngineConfig
-from ..methods import PRESET_NAMES, preset
-from ..methods.base import Method
-from ..models.load import concrete
-from ..plan.plan import KVSources, Plan
-from .base import Observer
-from .identity import Identity, differences, identity_of
-from .promise import Guarantee, PromiseWatch
+from cacheclip_rag import CertificateError, EngineConfig
+from cacheclip_rag.measuring import Identity, differences
+from cacheclip_rag.methods import PRESET_NAMES, Method, preset
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import cache_home, json_digest
+
+from .promise import Guarantee
 
 logger = logging.getLogger(__name__)
 
@@ -153,33 +148,6 @@ def find_certificate(identity: Identity) -> tuple[Verdicts | None, str]:
     names = min((differences(each, asdict(identity)) for each in same), key=len)
     other = dict.fromkeys(name.removeprefix("settings.").partition(".")[0] for name in names)
     return None, f"its certificate is for other {', '.join(other).replace('_sha256', '').replace('_', ' ')}"
-
-
-class CertificateGuard(Observer):
-    """Warns before a plan that no certificate covers, or refuses it if the settings require a certificate. They also
-    make it a plain prefill once comparisons contradict the promise of the certificate."""
-
-    def __init__(self, config: EngineConfig, watch: PromiseWatch | None = None) -> None:
-        """``watch`` is told what certificates promise."""
-        self._config, self._watch = config, watch
-        self._covered: dict[tuple[type, str], weakref.ref[KVSources]] = {}
-        """Checked methods by type and settings, each with the models of the check, whose weights it does not keep."""
-
-    def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:
-        if not plan.reused or plan.bypass is not None:
-            return None
-        method = type(plan.method), repr(plan.method)
-        covered = self._covered.get(method)
-        if covered is None or covered() is not kv_sources:
-            context = kv_sources.primary.context
-            identity = identity_of(self._config, plan.method, kv_sources.prefix_caches, kv_sources.auxiliary, context)
-            certificate = check_certificate(self._config, plan.method, identity)
-            if self._watch is not None and certificate is not None:
-                self._watch.begin(plan.method, certificate.guarantee)
-            self._covered[method] = weakref.ref(kv_sources)
-        if self._config.require_certificate and self._watch is not None and self._watch.is_broken(plan.method):
-            return replace(plan, bypass="comparisons with full prefill contradict the promise of the certificate")
-        return None
 
 
 def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> Verdicts | None:

@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..methods.base import Method
-    from .metrics import Metrics
+    from cacheclip_rag.methods import Method
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +73,7 @@ class PromiseWatch:
     reaches 1 / :data:`FALSE_ALARM` with at most that probability (Ville's inequality). It starts anew with the process.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promised: dict[str, float] = {}
         self._evidence: dict[str, list[float]] = {}
@@ -88,13 +86,13 @@ class PromiseWatch:
             with self._lock:
                 self._promised.setdefault(repr(method), guarantee.most)
 
-    def record(self, method: Method, differs: bool) -> None:
-        """Count an answer, chosen whatever it says: whether it is not full prefill's."""
+    def record(self, method: Method, differs: bool) -> bool | None:
+        """See :meth:`cacheclip_rag.measuring.Certificates.record`."""
         name = repr(method)
         with self._lock:
             most = self._promised.get(name)
             if most is None:
-                return
+                return None
             rates = [min(times * most, (1.0 + most) / 2) for times in _ALTERNATIVES]
             before = self._evidence.get(name, [0.0] * len(rates))
             self._evidence[name] = after = [
@@ -105,7 +103,6 @@ class PromiseWatch:
             breaks = name not in self._broken and fmean(math.exp(min(each, 50.0)) for each in after) >= 1 / FALSE_ALARM
             if breaks:
                 self._broken.add(name)
-        self._metrics.record_promise(differs, breaks)
         if breaks:
             logger.warning(
                 "more answers of method %r at recompute ratio %g differ from full prefill's than its certificate "
@@ -115,6 +112,7 @@ class PromiseWatch:
                 method.nominal_ratio,
                 100 * most,
             )
+        return breaks
 
     def is_broken(self, method: Method) -> bool:
         return repr(method) in self._broken

@@ -1,0 +1,80 @@
+"""What was measured of an engine's models with a method. ``cacheclip-lab`` makes certificates, and reads them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+from ..base.errors import CertificateError, MissingExtraError
+from ..config import EngineConfig
+from ..methods.base import Method
+from ..plan.plan import KVSources, Plan
+from .base import Observer
+from .identity import Identity, identity_of
+
+logger = logging.getLogger(__name__)
+
+_WHO_READS = "cacheclip-lab (needed to make certificates, and to read them)"
+
+
+class Certificates(Observer):
+    """Certificates of one engine's models with its methods. This one has none to read; what is installed as
+    ``certificates`` (group ``cacheclip.measurements``) is a subclass. Safe to share between threads."""
+
+    def __init__(self, config: EngineConfig, kv_sources: Callable[[Method], KVSources]) -> None:
+        """
+        Args:
+            kv_sources: the sources of a method's KV; loads the models that the method needs.
+        """
+        self.config, self._kv_sources = config, kv_sources
+
+    def identity(self, method: Method) -> Identity:
+        """Identity that a certificate needs to cover these models with this method."""
+        kv_sources = self._kv_sources(method)
+        return identity_of(
+            self.config, method, kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context
+        )
+
+    def may_be(self, method: Method) -> Callable[[float], bool] | None:
+        """Whether the method's certificate calls a recompute ratio exact or faithful, or promises its gate there; None
+        without a certificate."""
+        return None
+
+    def promised(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:
+        """The method with ``min_confidence="auto"``: with the gate that its certificate promises.
+
+        Args:
+            keeps_ratio: the gate of the method's ratio; otherwise ratio and gate are the cheapest promised ones.
+            any_ratio: the strictest of the gates, for a ratio that is chosen later.
+
+        Raises:
+            CertificateError: no certificate of these models and this method promises it.
+        """
+        raise MissingExtraError(_WHO_READS, "lab")
+
+    def check(self, method: Method) -> None:
+        """Warn once per process if no certificate covers the method at its ratio. Raises CertificateError: the settings
+        require one."""
+        if self.config.require_certificate:
+            missing = MissingExtraError(_WHO_READS, "lab")
+            raise CertificateError(f"{missing}; or set require_certificate=False, or use method 'full'.") from missing
+        _warn_once()
+
+    def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:
+        if plan.reused and plan.bypass is None:
+            self.check(plan.method)
+        return None
+
+    def record(self, method: Method, differs: bool) -> bool | None:
+        """Count an answer, chosen whatever it says: whether it is not full prefill's. Returns whether this one breaks
+        the promise of the method's certificate; None: there is no promise."""
+        return None
+
+    def forget(self) -> None:
+        """Read certificates again: models or the head set changed."""
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning("how close answers are to full prefill was not measured here: cacheclip certify, of cacheclip-lab")
