@@ -159,7 +159,7 @@ class ChunkCaches:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
         keys = [self.key(text) for text in texts]
-        lengths = [len(self.tokenize(text).ids) for text in texts]
+        lengths = [len(self.tokenize(text)) for text in texts]
         shapes = {key: self.runtime.kv_shape(length) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
             self.store,

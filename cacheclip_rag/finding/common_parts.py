@@ -26,6 +26,7 @@ WINDOW = 16
 """Items per window."""
 _REACH = 48
 """Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
+_LEVELS = np.array([width.bit_length() for width in range(_REACH + 2)], np.uint8)
 _IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
 """Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte. What is not compared
 weighs as much as the last, unless a letter follows. So 32 tokens weigh at least ``_REACH`` and a window."""
@@ -67,8 +68,9 @@ def smallest(hashes: Column, reach: int) -> Iterator[tuple[int, Column]]:
         yield width, places
         if width >= reach:
             return
-        left, right = places[:-width], places[width:]
-        places = np.where(hashes[left] <= hashes[right], left, right)
+        is_first = hashes[:-width] <= hashes[width:]
+        hashes = np.minimum(hashes[:-width], hashes[width:])
+        places = np.where(is_first, places[:-width], places[width:])
         width *= 2
 
 
@@ -102,7 +104,11 @@ class Compared:
             gaps = np.flatnonzero(self.starts[1:] > self.stops[:-1]) + 1
             weights[gaps] += _AFTER_GAP[self.bytes[gaps]]
         until = np.cumsum(weights)
-        return np.searchsorted(until, until - weights + _REACH)
+        # by sum: how many bytes end before it; quicker than a search for each
+        counts = np.zeros(int(weights.sum()) + _REACH + 1, np.int64)
+        counts[until + 1] = 1
+        reaches: Column = np.cumsum(counts)[until - weights + _REACH]
+        return reaches
 
     @cached_property
     def anchors(self) -> tuple[Column, Column]:
@@ -111,10 +117,10 @@ class Compared:
         last = self.reaches[: len(hashes)]
         last = last[: np.searchsorted(last, len(hashes))]
         first = np.arange(len(last))
-        widths = last - first + 1
+        levels = _LEVELS[last - first + 1]
         places = np.zeros(len(hashes), dtype=bool)
         for width, least in smallest(hashes, 1 << (_REACH.bit_length() - 1)) if len(last) else ():
-            some = np.flatnonzero((widths >= width) & (widths < 2 * width))
+            some = np.flatnonzero(levels == width.bit_length())
             left, right = least[some], least[last[some] - (width - 1)]
             places[np.where(hashes[left] <= hashes[right], left, right)] = True
         chosen = np.flatnonzero(places)

@@ -81,8 +81,9 @@ _WRITE_ANCHORS = (
     "INSERT OR IGNORE INTO anchors SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
     "json_extract(value, '$[2]') FROM json_each(?)"
 )
-_PLACES = (
-    "SELECT value, (SELECT group_concat(content || ' ' || place, ' ') FROM "
+_PLACES = "SELECT anchor, content, place FROM json_each(?) CROSS JOIN anchors ON anchor = value LIMIT ?"
+_FIRST_PLACES = (
+    "SELECT value, (SELECT json_group_array(json_array(content, place)) FROM "
     "(SELECT content, place FROM anchors WHERE anchor = value LIMIT ?)) FROM json_each(?)"
 )
 # "+": without it, SQLite reads all of the tenant's digests
@@ -278,7 +279,9 @@ class TextIndex:
         try:
             with self._database.lock:  # of a document that is replaced meanwhile, one version is found
                 for (reach,) in query(_REACHES, (json.dumps([*least]), self._namespace)):
-                    written = json.dumps(np.unique(hashes[least[reach]]).tolist())
+                    places = least[reach]  # they ascend
+                    places = places[np.append(True, places[1:] != places[:-1])]
+                    written = json.dumps(np.unique(hashes[places]).tolist())
                     counts = query(_ANCHORS, (self._namespace, reach, _POPULAR, written))
                     popular = [anchor for anchor, count in counts if count == _POPULAR]
                     others = [anchor for anchor, count in counts if count < _POPULAR]
@@ -295,22 +298,23 @@ class TextIndex:
 
     def _places(self, anchors: Column) -> AnchorPlaces:
         """Where anchors of folded forms stand in stored texts."""
+        salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
+        written, most = json.dumps(salted.tolist()), SHARED_BY * len(salted)
         try:
-            salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
-            rows = self._database.query(_PLACES, (SHARED_BY, json.dumps(salted.tolist())))
+            rows = self._database.query(_PLACES, (written, most + 1))
+            if len(rows) > most:  # of some, more texts have it than are looked at
+                first = self._database.query(_FIRST_PLACES, (SHARED_BY, written))
+                rows = [(anchor, *place) for anchor, places in first for place in json.loads(places)]
         except StoreError as error:
             self._outage_of_parts.failed(error)
             return _NOWHERE
         self._outage_of_parts.worked()
-        known = [row for row in rows if row[1]]
-        counts = [written.count(" ") // 2 + 1 for _, written in known]
-        salted = np.repeat(np.array([anchor for anchor, _ in known], dtype=np.int64), counts)
-        try:
-            numbers = np.array(" ".join([written for _, written in known]).split(), dtype=np.int64)
-            return AnchorPlaces(salted ^ self._salt, numbers[::2], numbers[1::2])
-        except (TypeError, ValueError, OverflowError):
+        if not {type(number) for row in rows for number in row} <= {int}:
             logger.warning("the catalog holds something else than places of anchors. Run cacheclip store repair.")
             return _NOWHERE
+        salted, contents, places = np.array(rows, np.int64).reshape(-1, 3).T
+        kept = ranks(salted) < SHARED_BY
+        return AnchorPlaces(salted[kept] ^ self._salt, contents[kept], places[kept])
 
     def _contents(self, wanted: set[int]) -> dict[int, object]:
         """Compressed texts, by number."""

@@ -36,7 +36,7 @@ class Span:
 
     segment: Segment
     """Its text is the text of these tokens."""
-    tokens: TokenizedText
+    tokens: TokenizedText = field(compare=False)
     start: int
     """Position of the first token."""
     first: int = 0
@@ -108,8 +108,15 @@ def lay_out(
             if len(tokens := tokenize_chunk(first.whole)):
                 spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
         else:
-            spans += _spans(group, runtime.tokenize_prompt(group), tokenize_chunk, start)
-    ids = [token for span in spans for token in span.tokens.ids]
+            stored = [
+                (tokenize_chunk(each.whole), each.at)
+                if isinstance(each, Chunk) and each.whole.startswith(each.text, each.at)
+                else None
+                for each in group
+            ]
+            spans += _spans(group, runtime.tokenize_prompt(group, stored), tokenize_chunk, start)
+    columns = [span.tokens.columns[0] for span in spans]
+    ids: list[int] = np.concatenate(columns).tolist() if columns else []
     first_chunk = next((span.start for span in spans if span.is_chunk), len(ids))
     # at least one token must be computed: its logits give the first new token
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
@@ -174,15 +181,14 @@ def _spans(
         while position < stop:
             other = np.flatnonzero(control[position:stop] != control[position])
             end = position + int(other[0]) if len(other) else stop
-            part = tokens.part(position, end)
-            begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
+            begin, last = int(offsets[position, 0]), int(offsets[position:end, 1].max())
             fresh = Fresh(text[begin:last], control=bool(control[position]))
-            yield Span(fresh, part.moved(-begin), start + position)
+            yield Span(fresh, tokens.part(position, end, -begin), start + position)
             position = end
         if run is None:
             return
-        part, chunk = tokens.part(run.start, run.stop), run.chunk
-        begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
+        chunk = run.chunk
+        begin, last = int(offsets[run.start, 0]), int(offsets[run.start : run.stop, 1].max())
         if not run.is_all:
             chunk = Chunk(text[begin:last], chunk.whole, begin - run.begin + chunk.at)
         continues = (
@@ -191,8 +197,8 @@ def _spans(
             and 0 <= run.first - (before.first + before.stop - before.start) <= _NEAR
             and run.start - before.stop <= _NEAR
         )
-        shift = run.begin if run.is_all else begin
-        yield Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
+        part = tokens.part(run.start, run.stop, -(run.begin if run.is_all else begin))
+        yield Span(chunk, part, start + run.start, run.first, continues, run.whole_tokens)
         position, before = run.stop, run
 
 
@@ -370,12 +376,13 @@ def question_slots(
         if at >= 0:
             assert question is not None
             end = at + len(question.strip())
-            slots = [span.start + n for n, (a, b) in enumerate(span.tokens.offsets) if b > at and a < end and b > a]
+            places = span.tokens.columns[1].tolist()
+            slots = [span.start + n for n, (a, b) in enumerate(places) if b > at and a < end and b > a]
     if not slots:
         slots = [
             span.start + n
             for span in after
-            for n, (a, b) in enumerate(span.tokens.offsets)
+            for n, (a, b) in enumerate(span.tokens.columns[1].tolist())
             if span.segment.text[a:b].strip()
         ]
     if continued is not None:

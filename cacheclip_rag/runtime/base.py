@@ -1,5 +1,5 @@
-"""The base of a running model. The runtimes for transformers and llama.cpp and the fake of the tests implement it; a
-serving engine can too. Attributes say what a runtime can do, so that no code asks for its class.
+"""The base of a running model, for transformers, llama.cpp, the fake of the tests or a serving engine. Attributes say
+what a runtime can do, so that no code asks for its class.
 
 KV that caches have of earlier prompts comes to a runtime as a :class:`KVMatch`, which says the source of each part.
 """
@@ -141,33 +141,42 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 
 Message = dict[str, Any]
-"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``
-and ``reasoning_content``, and a tool's message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
+"""``{"role": "user", "content": "…"}``; an assistant's and a tool's have more (:mod:`cacheclip_rag.prompt.tools`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenizedText:
     """Token ids of one text, and the characters that each token covers."""
 
-    ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character."""
+    token_ids: Sequence[int] | np.ndarray[Any, Any]
+    places: Sequence[tuple[int, int]] | np.ndarray[Any, Any]
+    """Per token ``(start, end)`` in characters of the text; ``start == end``: it covers none."""
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenizedText) and (self.ids, self.offsets) == (other.ids, other.offsets)
 
     @cached_property
     def columns(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """``(num_tokens,)`` ids and ``(num_tokens, 2)`` offsets, int64."""
-        return np.array(self.ids, np.int64), np.array(self.offsets, np.int64).reshape(-1, 2)
+        """``(num_tokens,)`` ids and ``(num_tokens, 2)`` places, int64."""
+        return np.asarray(self.token_ids, np.int64), np.asarray(self.places, np.int64).reshape(-1, 2)
 
-    def part(self, start: int, stop: int) -> TokenizedText:
-        """Tokens ``start`` to ``stop - 1``, with the same offsets."""
-        return TokenizedText(self.ids[start:stop], self.offsets[start:stop])
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(self.columns[0].tolist())
 
-    def moved(self, by: int) -> TokenizedText:
-        """The same tokens, ``by`` characters later in a text."""
-        return self if not by else TokenizedText(self.ids, tuple((a + by, b + by) for a, b in self.offsets))
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, int], ...]:
+        return tuple(map(tuple, self.columns[1].tolist()))
+
+    def part(self, start: int = 0, stop: int | None = None, by: int = 0) -> TokenizedText:
+        """Tokens ``start`` to ``stop - 1``, ``by`` characters later in a text."""
+        return TokenizedText(self.columns[0][start:stop], self.columns[1][start:stop] + by)
+
+
+StoredTokens = tuple[TokenizedText, int] | None
 
 
 class PromptText(Protocol):
@@ -226,18 +235,16 @@ class TextRuntime(ABC):
         """Token ids of ``text``, with no special tokens added. Names of control tokens in the text become control
         tokens only if ``control`` is True."""
 
-    def tokenize_prompt(self, segments: Sequence[PromptText]) -> TokenizedText:
-        """Token ids of joined texts. Offsets are those in the joined text.
-
-        They are the ids that other engines give the whole text, if its control tokens are known (:attr:`control_ids`).
-        If text of users or documents would yield a control token so, or control tokens are not known, every change of
-        ``control`` divides the text.
-        """
+    def tokenize_prompt(self, segments: Sequence[PromptText], stored: Sequence[StoredTokens] = ()) -> TokenizedText:
+        """Token ids of joined texts. Offsets are those in the joined text. They are the ids that other engines
+        give the whole text, if its control tokens are known (:attr:`control_ids`). If text of users or documents would
+        yield a control token so, or control tokens are not known, every change of ``control`` divides the text.
+        ``stored``: of each text the tokens of one in which it stands, and at which character, if they are known."""
         if self.control_ids is not None and len({each.control for each in segments}) == 2:
             tokens = self.tokenize("".join(each.text for each in segments), control=True)
             edges = np.cumsum([0, *(len(each.text) for each in segments)])
             users = [
-                (a, b) for (a, b), each in zip(pairwise(edges), segments, strict=True) if not each.control and b > a
+                (a, b) for (a, b), each in zip(pairwise(edges), segments, strict=True) if b > a and not each.control
             ]
             first, last = np.array(users, dtype=np.int64).reshape(-1, 2).T
             start, stop = tokens.columns[1][np.isin(tokens.columns[0], self.control_ids)].T
@@ -245,16 +252,12 @@ class TextRuntime(ABC):
             next_first = np.append(first, edges[-1] + 1)[np.searchsorted(last, start, side="right")]
             if not (next_first < stop).any():
                 return tokens
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        begin = 0
+        parts, begin = [TokenizedText((), ()).columns], 0
         for control, run in groupby(segments, key=lambda each: each.control):
             text = "".join(each.text for each in run)
-            tokens = self.tokenize(text, control=control).moved(begin)
-            ids += tokens.ids
-            offsets += tokens.offsets
+            parts.append(self.tokenize(text, control=control).part(by=begin).columns)
             begin += len(text)
-        return TokenizedText(tuple(ids), tuple(offsets))
+        return TokenizedText(*map(np.concatenate, zip(*parts, strict=True)))
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that ``text`` has at least, known without tokenising it; 0 if none is known."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..finding.common_parts import smallest
 from .base import KVPart, KVRun, KVSource
 
 SIZE = 16
@@ -40,8 +41,12 @@ def fingerprints(ids: Array) -> tuple[Array, Array]:
     for at in range(SIZE):
         hashes = (hashes + words[at : at + count]) * _FACTOR
         hashes ^= hashes >> np.uint64(29)
-    windows = np.lib.stride_tricks.sliding_window_view(hashes, _WINDOW)
-    first = np.unique(windows.argmin(1) + np.arange(len(windows)))
+    least = dict(smallest(hashes, 1 << (_WINDOW.bit_length() - 1)))
+    width, places = max(least.items())
+    # two that overlap are one window
+    left, right = places[: len(places) - (_WINDOW - width)], places[_WINDOW - width :]
+    first = np.where(hashes[left] <= hashes[right], left, right)
+    first = first[np.append(True, first[1:] != first[:-1])]  # they ascend
     return first, hashes[first].view(np.int64)
 
 
@@ -213,15 +218,15 @@ class Places:
 
     def runs(self, tokens: Array, first: int) -> Iterator[EqualRun]:
         """Runs of a prompt from token ``first`` on, in its order, that have kept enough of their past."""
+        if not self.by_hash:
+            return
         places, hashes = (each.tolist() for each in fingerprints(tokens))
-        now: dict[int, int] = {}
-        for place, value in zip(places, hashes, strict=True):
-            now.setdefault(value, place)
+        now = dict(zip(hashes[::-1], places[::-1], strict=True))  # the first of each
         stop = first
         for place, value in zip(places, hashes, strict=True):
-            if place < stop:
+            there = self.by_hash.get(value)
+            if there is None or place < stop:
                 continue
-            there = self.by_hash.get(value, ())
             end = SIZE - 1  # their last token, which is in the block
             runs = [
                 run

@@ -161,7 +161,7 @@ class _Piece:
 
 def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:
     """A question's last :data:`MAX_QUESTION_TOKENS` tokens, as the auxiliary model reads them."""
-    return auxiliary.tokenize(text).ids[-MAX_QUESTION_TOKENS:]
+    return tuple(auxiliary.tokenize(text).columns[0][-MAX_QUESTION_TOKENS:].tolist())
 
 
 def _mapped(

@@ -6,24 +6,27 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...base.clock import PhaseClock
 from ...base.errors import CacheClipError, ConfigurationError, ModelError, first_line, is_panic
-from ..base import Runtime, TokenizedText
+from ..base import PromptText, Runtime, StoredTokens, TokenizedText
 from ..markers import known_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
-from .user_text import LeastTokens, TokenBytes, text_tokenizer
+from .user_text import LeastTokens, TokenBytes, control_names, text_tokenizer
 
 _MOST_STEPS, _MOST_STEPS_OF_EACH = 300_000, 1_000
 """Of a chat template, and more for each message and tool: loops over messages in a loop over messages are usual."""
@@ -35,6 +38,8 @@ _left: ContextVar[list[float]] = ContextVar("left")
 """Steps that the rendering of a template may still take, and the time of the processor at which it must have ended."""
 
 
+_CUTS = re.compile("[a-z]( )[A-Za-z].*[a-z]( )[A-Za-z]", re.DOTALL)
+"""The first and the last space of a text before which it may be cut (:func:`~.user_text.divides_at_spaces`)."""
 _SHORTEST = [{"role": "user", "content": "a"}]
 _PROBE = "It was built in 1847."
 
@@ -165,6 +170,13 @@ def _writes_text(model: ChatText) -> bool:
     return _PROBE in model.render_chat([{"role": "user", "content": _PROBE}])
 
 
+class _Text(NamedTuple):
+    """What is left of a part of a prompt's text."""
+
+    text: str
+    control: bool
+
+
 class TextModel(ChatText):
     """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
 
@@ -185,6 +197,7 @@ class TextModel(ChatText):
         self.text_tokenizer, control = text_tokenizer(tokenizer, self.eos_ids)
         """Tokenizer of text that users and documents wrote."""
         self.control_ids = sorted(control)
+        self._control_names = control_names(tokenizer, self.text_tokenizer, self.control_ids)
         template, added = getattr(tokenizer, "chat_template", None), tokenizer.added_tokens_decoder
         self._call_markers = markers_among({number: token.content for number, token in added.items() if token.special})
         """Special tokens that mark calls of tools and reasoning."""
@@ -218,7 +231,32 @@ class TextModel(ChatText):
                 f"the tokenizer of model {self.name!r} fails on a text of {len(text)} characters "
                 f"({type(error).__name__}: {first_line(error)}). Fetch tokenizer.json and tokenizer_config.json again."
             ) from error
-        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"])))
+        return TokenizedText(encoded["input_ids"], encoded["offset_mapping"])
+
+    def tokenize_prompt(self, segments: Sequence[PromptText], stored: Sequence[StoredTokens] = ()) -> TokenizedText:
+        """As the base's. Of stored texts only both ends are tokenised, as far as a space where a text may be cut; what
+        is left without their middles is cut at such spaces, too."""
+        left, middles, cuts, moved, begin = list[_Text](), list[tuple[Any, Any]](), list[int](), [0], 0
+        for each, known in zip_longest(segments, stored):
+            text, names = each.text, self._control_names
+            is_cut = None if known is None or names is None or each.control else _CUTS.search(text)
+            if known and names and is_cut and not names.search(unicodedata.normalize("NFC", text)):
+                tokens, at = known
+                first, last = is_cut.start(1), is_cut.start(2)
+                ids, offsets = tokens.columns
+                own = slice(*np.searchsorted(offsets[:, 1], (at + first, at + last), side="right"))
+                middles.append((ids[own], offsets[own] + (begin - at)))
+                cuts.append(begin + first - moved[-1])
+                moved.append(moved[-1] + last - first)
+                text = text[:first] + text[last:]
+            left.append(_Text(text, each.control))
+            begin += len(each.text)
+        tokens = super().tokenize_prompt(left)
+        ids, offsets = tokens.columns
+        places, both = np.searchsorted(offsets[:, 1], cuts, side="right").tolist(), list[tuple[Any, Any]]()
+        for number, (start, stop) in enumerate(zip([0, *places], [*places, len(ids)], strict=True)):
+            both += [(ids[start:stop], offsets[start:stop] + moved[number]), *middles[number : number + 1]]
+        return TokenizedText(*map(np.concatenate, zip(*both, strict=True)))
 
     def check(self) -> None:
         """Use once what damaged files spoil. Raises whatever the libraries raise."""
@@ -263,11 +301,8 @@ class TextModel(ChatText):
     def decode_ids(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._token_bytes(token_id)
-
     @cached_property
-    def _token_bytes(self) -> TokenBytes:
+    def token_bytes(self) -> TokenBytes:
         return TokenBytes.of(self.tokenizer)
 
     def decode_calls(self, ids: Sequence[int]) -> str:

@@ -102,6 +102,15 @@ _KEEPING = ("ByteLevel", "Digits", "Punctuation", "Split", "Sequence")
 """Pre-tokenizers that drop no character, unless their behaviour is "Removed"."""
 
 
+def control_names(tokenizer: Any, own: Any, control_ids: Collection[int]) -> re.Pattern[str] | None:
+    """What stands in every text that holds the name of a control token: the first two characters of one. None: texts
+    must not be cut for ``tokenizer`` or its copy for text."""
+    if not (divides_at_spaces(tokenizer) and divides_at_spaces(own)):
+        return None
+    begin = {re.escape(name[:2]) for name in tokenizer.convert_ids_to_tokens([*control_ids])}
+    return re.compile("|".join(sorted(begin)) or "(?!)")
+
+
 @dataclass(frozen=True, slots=True)
 class LeastTokens:
     """Least number of tokens of a text, without tokenising it: its bytes over the bytes of the longest token."""
@@ -130,7 +139,7 @@ class LeastTokens:
         return cls(backend.normalizer, longest, dropped)
 
     def __call__(self, text: str) -> int:
-        if self.normalizer is not None:
+        if self.normalizer is not None and not text.isascii():
             text = self.normalizer.normalize_str(text)
         return -(-len(text.encode().translate(None, self.dropped)) // self.longest)
 
@@ -180,3 +189,51 @@ def _byte_letters() -> list[str]:
 
 
 _BYTES = {letter: byte for byte, letter in enumerate(_byte_letters())}
+
+
+_LETTERS = {
+    r" ?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+}
+_KNOWN = {
+    *_LETTERS,
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
+    *(r"\p{N}", r"\p{N}{1,3}", r" ?\p{N}+"),
+    *(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+    *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
+}
+"""Alternatives of the patterns of GPT-2, Llama 3, Qwen and GPT-OSS."""
+
+
+def divides_at_spaces(tokenizer: Any) -> bool:
+    """Whether a text that is cut before a space between a small letter and a letter has the tokens of both parts.
+
+    Byte-level BPE first divides a text into words, by a pattern that is matched from the left. With the patterns of
+    :data:`_KNOWN`, no word goes on from a small letter to the space behind it, and no match looks further there."""
+    from tokenizers.models import BPE
+    from tokenizers.normalizers import NFC
+
+    backend = tokenizer.backend_tokenizer
+    if not isinstance(backend.model, BPE) or backend.model.dropout or not isinstance(backend.normalizer, NFC | None):
+        return False
+    for token in backend.get_added_tokens_decoder().values():
+        if token.lstrip or token.rstrip or token.single_word or re.search("[a-z] ", token.content):
+            return False
+    if backend.pre_tokenizer is None:
+        return False
+    first = json.loads(backend.pre_tokenizer.__getstate__())
+    divided = False
+    for step in first.get("pretokenizers", [first]):
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            parts = {*re.split(r"\|(?![^(]*\))", step["pattern"].get("Regex", ""))}
+            if not parts <= _KNOWN:
+                return False
+            divided |= bool(parts & _LETTERS)
+        elif step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            divided |= step["use_regex"]
+        elif step["type"] != "Digits":
+            return False
+    return divided

@@ -92,7 +92,7 @@ class Vocabulary:
             return tokens
         # llama.cpp finds added tokens in any text: cut the name of one behind its first character
         cut = int(offsets[int(inside.argmax()), 0]) + 1
-        parts = self.tokenize(text[:cut], control=False), self.tokenize(text[cut:], control=False).moved(cut)
+        parts = self.tokenize(text[:cut], control=False), self.tokenize(text[cut:], control=False).part(by=cut)
         return TokenizedText(parts[0].ids + parts[1].ids, parts[0].offsets + parts[1].offsets)
 
     def decode(self, ids: Sequence[int], *, keep: Container[int] = ()) -> str:
