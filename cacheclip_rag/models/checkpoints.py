@@ -52,6 +52,9 @@ _EXPERIMENTAL = (
     "%s has recurrent layers: reuse is experimental. States are moved exactly, but how good the answers are was not "
     "measured on any real weights. Compare the methods full and epic on your own questions (cacheclip eval)."
 )
+_NAMED_OTHERWISE = {"kimi_k2": "deepseek_v3"}
+"""Names of classes that transformers has under another one (docs/deploy_guidance.md of Kimi-K2)."""
+
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 _GGUF, _PACKAGED = ".gguf", "packaged:"
@@ -313,8 +316,6 @@ def _load_planning(folder: Path, name: str, dtype: str, quantization: str | None
 
 def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
     """Config and tokenizer. Raises UnsupportedModelError for a model whose KV cannot be reused."""
-    from transformers import AutoConfig
-
     from ..runtime.transformers.quantised_weights import scheme_of
 
     if (folder / "adapter_config.json").is_file():
@@ -322,8 +323,7 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
             f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
             "two with peft's merge_and_unload(), and give the folder of the merged model."
         )
-    _read(name, "config.json", lambda: _check_numbers(folder))
-    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    config = _read(name, "config.json", lambda: _read_config(folder))
     _forget_code(config)
     check_supported(config, name, planned=planned)
     if not planned and scheme_of(config, name) is None and quantization_of(folder):
@@ -340,9 +340,18 @@ def _open(folder: Path, name: str, *, planned: bool = False) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _check_numbers(folder: Path) -> None:
+def _read_config(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    fields = json.loads((folder / "config.json").read_text())
+    _check_numbers(fields, folder)
+    if kind := _NAMED_OTHERWISE.get(fields.get("model_type")):
+        return CONFIG_MAPPING[kind].from_dict({**fields, "model_type": kind})
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _check_numbers(config: dict[str, Any], folder: Path) -> None:
     """Refuse numbers for which transformers would make lists until memory ends."""
-    config = json.loads((folder / "config.json").read_text())
     parts = [config, *(each for each in config.values() if isinstance(each, dict))]
     for part, (field, (least, most)) in product(parts, _NUMBERS.items()):
         number = part.get(field, least)
@@ -365,9 +374,13 @@ def _forget_code(config: Any) -> None:
 def _load_tokenizer(folder: Path, name: str) -> Any:
     from transformers import AutoTokenizer
 
+    from ..runtime.transformers.tiktoken_file import TIKTOKEN_FILE, is_of_kimi, read_tokenizer
+
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         # some versions of transformers make an empty tokenizer if the file is missing
         raise ModelError(f"model {name!r}: tokenizer.json is missing in {folder}. Fetch the model again.")
+    if _read(name, "tokenizer_config.json", lambda: is_of_kimi(folder)):
+        return _read(name, TIKTOKEN_FILE, lambda: read_tokenizer(folder))
     return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
