@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench release check-release clean
+.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench repro release check-release clean
 
 setup: $(VENV)/.installed
 
@@ -102,6 +102,16 @@ docs: setup
 bench: setup
 	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
 
+# The table of answers on your questions, and a file of it for benchmarks/results; goes on where it was stopped. Without
+# DATASET: RULER's needles, which need no download.
+DATASET ?= repro/needles.jsonl
+repro: setup
+	mkdir -p repro
+	test "$(DATASET)" != repro/needles.jsonl || test -s $(DATASET) || \
+		{ $(BIN)/python -m pip install --quiet wonderwords && $(BIN)/python benchmarks/ruler.py > $(DATASET); }
+	$(BIN)/cacheclip eval --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --dataset $(DATASET) \
+		--methods full,full-again,full-reordered,direct,cacheclip --out repro/answers --submit repro/result.json
+
 # Builds and checks what is uploaded to the package index, in dist/; uploads nothing. URL: the repository's address.
 release: setup
 	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
@@ -113,4 +123,4 @@ check-release: setup
 	$(BIN)/python integrations/check_release.py $(GROUPS) $(if $(MODELS),--models $(MODELS))
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site
+	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site repro

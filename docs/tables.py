@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from cacheclip_lab.evaluation.submission import read_submissions
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_testing import verdicts
 
 from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
 
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+_SHOWN = {"equal_answers": "{:.0%}", "kl_to_full": "{:.3f}", "charged_ratio": "{:.2f}", "speedup_vs_full": "{:.1f}x"}
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
 
@@ -67,6 +71,28 @@ def classes_table() -> str:
     return _table(("verdict", "classes", "`model_type`"), rows[:2] + sorted(rows[2:], key=lambda row: -row[1]))
 
 
+def results_table() -> str:
+    """One row a method of each file of ``benchmarks/results``."""
+    head = ("pair", "questions", "method", "F1 minus `full`'s", "same answer", "KL", "computed", "sooner", "machine")
+    rows = []
+    for name, one in read_submissions(RESULTS):
+        pair = " with ".join(f"`{model}`" for model in (one["primary"], one["auxiliary"]) if model)
+        about = f"{pair}, {one['settings']['dtype']}", f"{one['dataset']['n']}, `{name}`"
+        for label, row in one["methods"].items():
+            if row["method"] != "full":
+                figures = _difference(row["difference_to_full"].get("f1")), *map(_figure, _SHOWN, map(row.get, _SHOWN))
+                rows.append((*about, f"`{label}`", *figures, "; ".join(one["machines"])))
+    return _table(head, rows)
+
+
+def _figure(name: str, value: float | None) -> str:
+    return "" if value is None else _SHOWN[name].format(value)
+
+
+def _difference(figures: Sequence[float] | None) -> str:
+    return "" if figures is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*figures)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
@@ -76,6 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
     "packaged-models": packaged_models_table,
     "classes": classes_table,
+    "results": results_table,
 }
 
 

@@ -160,6 +160,26 @@ def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert first["ordered"]["text"] == first["full"]["text"] == second["ordered"]["text"] != second["full"]["text"]
 
 
+@pytest.mark.long
+def test_negative(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("negative", monkeypatch)
+    monkeypatch.setattr(module, "SLOWER", 1000.0)  # times of tiny models mean nothing
+    found = run("negative", "--prompts", "3", "--words", "60", may_fail=True)
+    assert found.pop("broken") == [] and found["hi"]["outcomes"] == ["full", "prefix"]
+    planted = {
+        ("nothing shared", "hits"): "a prompt that shares nothing found KV",
+        ("nothing shared", "most_cached_tokens"): "it took more of earlier prompts than the chat template",
+        ("nothing shared", "learned_texts"): "a text was learned",
+        ("hi", "moved_tokens"): "a greeting found KV",
+    }
+    for (control, figure), named in planted.items():
+        assert module.broken({**found, control: {**found[control], figure: 100}}, 99) == [named]
+    said = {**found["doctor"], "hi": {**found["doctor"]["hi"], "recurring": 0.5}}
+    assert module.broken({**found, "doctor": said}, 99) == ["the doctor sees more than a prefix in greetings"]
+    slow = {**found["nothing shared"], "over_plain": [1001.5, 1001.0, 1002.0]}
+    assert module.broken({**found, "nothing shared": slow}, 99) == ["it was slower than plain prefill"]
+
+
 def test_where_an_answer_differs(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str]) -> None:
     """What ``serving.py --only equality`` asks of the engine; the whole of it runs in cacheclip-vllm's tests."""
     first_difference = load("serving", monkeypatch).first_difference

@@ -16,7 +16,7 @@ from cacheclip_testing import verdicts
 from scripts import ROOT, script
 from typer.main import get_command
 
-from cacheclip_rag import __version__
+from cacheclip_rag import ConfigurationError, __version__
 from cacheclip_rag.cli import app
 from cacheclip_rag.cli.options import read_settings
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
@@ -260,7 +260,7 @@ class TestPages:
         for model_type in SUPPORTED:
             assert model_type.removesuffix("_text").replace("_", "") in table, model_type
 
-    def test_made_tables(self) -> None:
+    def test_made_tables(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tables = script("docs/tables.py")
         found = tables.on_page_markdown(PAGES["docs/pages/reference/methods.md"])
         assert re.findall(r"^\| `([\w-]+)` \|", found, re.MULTILINE) == list(PRESET_NAMES)
@@ -270,6 +270,13 @@ class TestPages:
         assert "always" in rows["`full`"] and "never" in rows["`direct`"]
         models = tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
         assert "`packaged:smollm2-135m`" in models
+        (results := tmp_path / "results").mkdir()
+        for file in tables.RESULTS.glob("*.json"):
+            assert file.stem in tables.on_page_markdown(PAGES["docs/pages/results.md"])
+            (results / file.name).write_text(file.read_text().replace('"method"', '"answers"'))
+        monkeypatch.setattr(tables, "RESULTS", results)
+        with pytest.raises(ConfigurationError, match="--submit"):
+            tables.results_table()
         proven, *refused = tables.classes_table().splitlines()[2:]
         assert proven in models and "`llama`, " in proven and f"| {len(verdicts()['exact'])} |" in proven
         assert any("recurrent layers" in row and "`jamba`" in row for row in refused)

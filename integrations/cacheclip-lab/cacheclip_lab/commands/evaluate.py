@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cacheclip_rag.runtime import Runtime
 
     from ..evaluation.lab import PlannedRun
+    from ..evaluation.results import Comparison
 
 
 @engine_options("primary", "auxiliary", "dtype")
@@ -53,19 +55,21 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Folder for answers and report; an interrupted run continues from it.")
     ] = None,
+    submit: Annotated[
+        Path | None,
+        typer.Option(help="File for figures, machine, versions and digests, without any text, to hand in as a result."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
-    from ..evaluation.journal import check_folder
     from ..evaluation.lab import Lab
     from ..evaluation.questions import INSTRUCTION
     from ..evaluation.records import read_together
-    from ..evaluation.report import summarise, write_report
+    from ..evaluation.report import summarise
     from ..variants import read_variants
 
     # check options before weights are loaded
-    if out is not None:
-        check_folder(out)
+    _check_places(out, submit)
     config = measured(settings, recompute_ratio=None, system_prompt=settings.engine.get("system_prompt", INSTRUCTION))
     asked_for = config, methods, ratios, read_variants(variants)
     _runs(*asked_for)
@@ -74,13 +78,28 @@ def evaluate(
     comparison = Lab(name=name, records=asked.records, config=config, runs=_runnable(*asked_for), folder=out).run()
     comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
     summary = summarise(comparison)
+    _write(comparison, summary, out, submit)
+    _tell_skipped(summary)
+    (print_json if as_json else _print)(summary)
+
+
+def _check_places(out: Path | None, submit: Path | None) -> None:
+    from ..evaluation.journal import check_folder
+
+    if out is not None:
+        check_folder(out)
+    if submit is not None and (submit.is_dir() or not submit.absolute().parent.is_dir()):
+        raise ConfigurationError(f"--submit expects a file in a folder that is there, got {submit}. Name another.")
+
+
+def _write(comparison: Comparison, summary: dict[str, Any], out: Path | None, submit: Path | None) -> None:
+    from ..evaluation.report import write_report
+    from ..evaluation.submission import submission
+
     if out is not None:
         write_report(comparison, summary, out)
-    _tell_skipped(summary)
-    if as_json:
-        print_json(summary)
-    else:
-        _print(summary)
+    if submit is not None:
+        submit.write_text(json.dumps(submission(comparison, summary), indent=1) + "\n", encoding="utf-8")
 
 
 def _print(summary: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
         return
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    digests = {record.id: _digest(record) for record in records}
+    digests = {record.id: digest_of(record) for record in records}
     journal = Journal(_agreed(folder, settings), _digests=digests)
     journal.items.update(_answers(folder, digests))
     _write_settings(folder, journal.settings)
@@ -100,7 +100,7 @@ def read_journal(folder: Path) -> Journal:
     return journal
 
 
-def _digest(record: Record) -> str:
+def digest_of(record: Record) -> str:
     return hashlib.sha256(json.dumps(asdict(record), sort_keys=True, default=repr).encode()).hexdigest()
 
 

@@ -20,6 +20,7 @@ from cacheclip_lab.evaluation.reference import Reference
 from cacheclip_lab.evaluation.report import FILES, summarise
 from cacheclip_lab.evaluation.results import Comparison
 from cacheclip_lab.evaluation.scores import METRICS
+from cacheclip_lab.evaluation.submission import read_submissions
 from cacheclip_lab.evaluation.tables import notes
 from cacheclip_testing import SENTENCES, add_bos, build_class
 from cacheclip_testing.plugin import CACHECLIP, CHUNKS
@@ -545,6 +546,24 @@ class TestCommand:
         assert again.exit_code == 0
         assert list(json.loads((out / FILES["summary"]).read_text())["methods"]) == ["full", "direct"]
 
+    def test_what_is_handed_in_has_figures_and_no_texts(self, dataset: Path, models: list[str], tmp_path: Path) -> None:
+        (own := tmp_path / "own.toml").write_text('system_prompt = "A secret instruction."')
+        (handed_in := tmp_path / "results").mkdir()
+        options = ("--settings", own, "--methods", "direct", "--submit", handed_in / "tiny.json", "--json")
+        result = self.run("--dataset", dataset, *models, *options)
+        assert result.exit_code == 0, result.output
+        text, summary = (handed_in / "tiny.json").read_text(), json.loads(result.stdout)
+        [(name, made)] = read_submissions(handed_in)
+        assert (name, made["dataset"]["n"], made["primary"]) == ("tiny", 3, Path(models[1]).name)
+        assert made["methods"]["direct"]["kl_to_full"] == summary["methods"]["direct"]["kl_to_full"]
+        assert made["versions"]["torch"] == torch.__version__ and made["machines"]
+        assert made["digests"]["primary_sha256"] == summary["settings"]["primary_sha256"]
+        written = [each for r in RECORDS for each in (r.id, r.question, *r.answers, *(p.text for p in r.chunks))]
+        assert not [each for each in (*written, "secret", str(tmp_path)) if len(each) > 3 and each in text]
+        (handed_in / "tiny.json").write_text(text.replace('"n":', '"answer": "x",\n "n":', 2))
+        with pytest.raises(ConfigurationError, match="expected what cacheclip eval --submit writes"):
+            list(read_submissions(handed_in))
+
     def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
@@ -578,6 +597,7 @@ class TestCommand:
             ([], "nowhere.jsonl"),
             (["--ratios", "much"], "numbers from 0 to 1"),
             (["--half", "third"], "half must be one of dev, test"),
+            (["--submit", "/nowhere/file.json"], "expects a file in a folder that is there"),
         ],
     )
     def test_bad_input(self, arguments: list[str], message: str, models: list[str]) -> None:
