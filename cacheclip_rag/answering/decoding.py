@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 
 import torch
 
@@ -17,7 +18,7 @@ from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
 from ..fusion.answer import Answer, Event, TokenLogprob, Trace
 from ..runtime.base import Constraint, Runtime
 from .options import CallOptions
-from .prefill import Prefilled
+from .prefill import NextToken, Prefilled
 from .text import TextStream
 from .turns import Turns
 from .verification import Beside, Continuation
@@ -142,7 +143,7 @@ class _Decoding:
 
     def __post_init__(self) -> None:
         self.cache = self.prefilled.cache
-        self.ids = [self._sampler.pick(self.prefilled.logits)]
+        self.ids = [self._sampler.pick(self.prefilled.logits, self.prefilled.following)]
         self.stream = self._new_stream()
         self.first_s = None if self._beside.may_withdraw else self._clock.elapsed()
         """Seconds until there was a token that stays; None: none yet."""
@@ -264,19 +265,24 @@ class Sampler:
         """The logits of tokens that may come next; others are at minus infinity."""
         return logits if self._constraint is None else self._constraint.allowed(logits)
 
-    def pick(self, logits: torch.Tensor) -> int:
-        """Token id chosen from ``(vocab_size,)`` logits."""
+    def pick(self, logits: torch.Tensor, following: NextToken | None = None) -> int:
+        """Token id chosen from ``(vocab_size,)`` logits. ``following``: what is known of them."""
         allowed = self.allowed(logits)
         if self._has_penalty:
             allowed = self._penalised(allowed.float())
-        likeliest = allowed.argmax()
-        if not torch.isfinite(allowed[likeliest]):  # the maximum of numbers of which one is none is none
+        if following is not None and allowed is logits:
+            likeliest, logit = following[1:]
+        else:
+            place = allowed.argmax(keepdim=True)
+            number, logit = torch.cat((place, allowed.gather(0, place).float())).tolist()
+            likeliest = int(number)
+        if not isfinite(logit):  # the maximum of numbers of which one is none is none
             raise ModelError(
                 "the model's logits are no numbers, or none is finite: weights or stored KV are damaged, or overflow "
                 "in this dtype. Fetch the model again, run cacheclip store verify, or use dtype='float32'."
             )
         if self._greedy:
-            token = int(likeliest)
+            token = likeliest
         else:
             scores = self._warpers(None, allowed.float()[None])
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))

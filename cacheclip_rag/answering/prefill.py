@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -59,6 +59,25 @@ def keep(
         logger.warning("the KV of this prompt could not be kept for later prompts: %s", error)
 
 
+class NextToken(NamedTuple):
+    """What ``(vocab_size,)`` logits say of the next token."""
+
+    confidence: float
+    """How sure a model is of it: probability of the likeliest token minus that of the second, 0 to 1."""
+    likeliest: int
+    logit: float
+    """Of the likeliest token."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> NextToken:
+        """All at once: each number that is read is a wait for an accelerator."""
+        best = logits.float().softmax(-1).topk(2).values
+        likeliest = logits.argmax(keepdim=True)
+        # float32, which holds all numbers of tokens
+        sure, token, logit = torch.cat((best[:1] - best[1:], likeliest, logits.gather(0, likeliest))).tolist()
+        return cls(sure, int(token), logit)
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """A prefilled prompt, ready to decode."""
@@ -68,6 +87,7 @@ class Prefilled:
     """State of the runtime that prefilled it."""
     logits: torch.Tensor
     """Logits of the prompt's last token, ``(vocab_size,)``."""
+    following: NextToken
     stats: FusionStats
     missing: tuple[str, ...]
     """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
@@ -176,7 +196,8 @@ class Prefilling:
     def _fused(self, fused: Fused, media: Mapping[str, str]) -> Prefilled:
         plan, recomputed, sources = fused.plan, fused.recomputed, self.kv_sources
         known, shares = plan.known, sources.shares_prefixes(plan.method, plan.layout)
-        stats = stats_of(plan, self.clock, fused.logits, len(recomputed))
+        following = NextToken.of(fused.logits)
+        stats = stats_of(plan, self.clock, following, len(recomputed))
         # exact KV differs from plain prefill's if a codec coarser than the compute dtype stored it
         other = known.source != KVSource.CACHED if sources.primary.is_lossy else ~known.exact
         keeping = continuing = None
@@ -211,7 +232,17 @@ class Prefilling:
         least = max(plan.method.min_confidence, self.call_confidence)
         missing = plan.missing_texts
         return Prefilled(
-            plan.layout, fused.state, fused.logits, stats, missing, keeping, continuing, seen, is_exact, least
+            plan.layout,
+            fused.state,
+            fused.logits,
+            following,
+            stats,
+            missing,
+            keeping,
+            continuing,
+            seen,
+            is_exact,
+            least,
         )
 
     def _plain(self, plan: Plan) -> Prefilled:
@@ -238,12 +269,12 @@ class Prefilling:
             with self.clock.phase("recompute"):
                 logits = cast("torch.Tensor", runtime.extend(state, layout.ids[start:stop], start))
                 wait_for(logits.device)
-        stats = replace(stats_of(used, self.clock, logits), misses=0, missed_tokens=0)
+        stats = replace(stats_of(used, self.clock, following := NextToken.of(logits)), misses=0, missed_tokens=0)
         stats = replace(stats, charged_ratio=stats.effective_ratio)
         keeping = self.keep_exact() if self.kv_sources.shares_prefixes(method, layout) else None
         seen = partial(trace_of, used, self.kv_sources) if self.trace else None
         if not method.reuses_chunks:
-            return Prefilled(layout, state, logits, stats, (), keeping, trace=seen)
+            return Prefilled(layout, state, logits, following, stats, (), keeping, trace=seen)
         stats = replace(
             stats,
             method="prefix" if match.num_tokens else "full",
@@ -252,10 +283,10 @@ class Prefilling:
             fallback=plan.fallback,
         )
         logger.info("answered by plain prefill: %s", plan.fallback)
-        return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping, trace=seen)
+        return Prefilled(layout, state, logits, following, stats, plan.missing_texts, keeping, trace=seen)
 
 
-def stats_of(plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0) -> FusionStats:
+def stats_of(plan: Plan, clock: PhaseClock, following: NextToken | None = None, recomputed: int = 0) -> FusionStats:
     """Statistics of a plan that is carried out."""
     layout, known = plan.layout, plan.known
     chunk_tokens = plan.chunk_tokens
@@ -282,7 +313,7 @@ def stats_of(plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, 
         queued_s=clock.queued_s,
         charged_ratio=recomputed / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=known.count(KVSource.CACHED),
-        confidence=None if logits is None else confidence(logits),
+        confidence=None if following is None else following.confidence,
         unusable=plan.unusable,
         not_found=plan.not_found,
         partial_hits=len(partial),
@@ -291,10 +322,8 @@ def stats_of(plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, 
 
 
 def confidence(logits: torch.Tensor) -> float:
-    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
-    that of the second, 0 to 1."""
-    first, second = logits.float().softmax(-1).topk(2).values
-    return float(first - second)
+    """:attr:`NextToken.confidence` of ``(vocab_size,)`` logits."""
+    return NextToken.of(logits).confidence
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -115,23 +115,37 @@ def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence
     their tokens: in each layer before its rows attend. ``weight``: share of the mean change that is added, 0 to 1."""
     if not spans:
         return
-    chunks = Chunks([(span.start, span.stop) for span in spans])
+    chunks, shares = Chunks([(span.start, span.stop) for span in spans]), list[Any]()
 
-    def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor, *, tables: Tables | None) -> None:
+    def correct(
+        layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor, *, number: int, tables: Tables | None
+    ) -> None:
         layer.before_scatter = None  # for this pass only
         assert layer.slots_on_cpu is not None
         split = chunks.split(layer.slots_on_cpu, layer.device)
         if split is None:
             return
         own = slice(split.start, split.stop)
+        if layer.whole is not None:  # the same in fewer operations: keys and values in one
+            both = layer.whole[number, :, :, own]
+            change = torch.cat((keys, values)).index_select(2, split.rows).float() - both.index_select(2, split.chosen)
+            if tables is not None:
+                change[0] = unrotate(change[0], split.tables(tables))
+            if not shares or shares[0] is not split:  # layers with the same rows share them
+                shares[:] = split, weight * split.means
+            added_to_both = (shares[1] @ change).index_select(2, split.chunk_of_slot)
+            if tables is not None:
+                added_to_both[0] = rotate(added_to_both[0], tables)
+            both.add_(added_to_both.to(both.dtype))
+            return
         stored = layer.keys[0, :, own], layer.values[0, :, own]
         added = offsets((keys[0], values[0]), stored, split, weight, tables)
         for target, offset in zip(stored, added, strict=True):
             target += offset.to(target.dtype)
 
     tables = cache.tables_of(torch.arange(chunks.start, chunks.stop))
-    for layer, of_layer in zip(cache.layers, tables, strict=True):
-        layer.before_scatter = partial(correct, tables=of_layer)
+    for number, (layer, of_layer) in enumerate(zip(cache.layers, tables, strict=True)):
+        layer.before_scatter = partial(correct, number=number, tables=of_layer)
 
 
 def offsets(
@@ -156,7 +170,7 @@ def offsets(
     of_chosen = None if tables is None else split.tables(tables)
     shares, of_both = weight * split.means, []
     for new, old, is_key in ((fresh[0], stored[0], True), (fresh[1], stored[1], False)):
-        change = new.index_select(1, split.rows).float() - old.index_select(1, split.chosen).float()
+        change = new.index_select(1, split.rows).float() - old.index_select(1, split.chosen)
         if is_key:
             change = unrotate(change, of_chosen)
         # one row per chunk, and one of zeros for slots that are not corrected

@@ -132,7 +132,7 @@ class Queue(TorchDispatchMode):
         if on_device:
             self._count_kernels(function, args, mine, found)
         if function._schema.is_mutable:
-            return kwargs.get("out", args[0])
+            return kwargs.get("out", args[0]) if function._schema.returns else None
         return _mapped(_wrapped, found) if on_device else found
 
     def without_guard(self, function: Any, target: Any, *args: Any, non_blocking: bool = False) -> Any:

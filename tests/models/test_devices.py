@@ -14,8 +14,10 @@ from accelerate import cpu_offload, disk_offload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
+import cacheclip_rag.runtime.transformers.cache as of_prompts
 import cacheclip_rag.runtime.transformers.text as text
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams
+from cacheclip_rag.answering.decoding import Sampler
 from cacheclip_rag.measuring import ModelRuntime, Prefilled
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import block_attention
@@ -296,12 +298,16 @@ class TestPretendedAccelerator:
         engine.generate(prompts[0], SamplingParams(max_tokens=1), method=method)  # computes shared prefixes, captures
         before = self.queue.counts()
         found = engine.prefill(prompts[1], PARAMS, method=engine.make_method(method))
+        sampler = Sampler(SamplingParams(), found.logits.device)
+        first = sampler.pick(found.logits, found.following)
         between = self.queue.counts()
+        assert first == sampler.pick(found.logits)
+        before_step = self.queue.counts()
         assert found.stats.fallback is None
         following = engine.primary.decode_step(found.cache, 5)  # type: ignore[arg-type]
         after = self.queue.counts()
         self.of_request, self.of_token = (
-            {name: now[name] - then[name] for name in now} for then, now in ((before, between), (between, after))
+            {name: now[name] - then[name] for name in now} for then, now in ((before, between), (before_step, after))
         )
         assert isinstance(found.logits, Pretended) is ("primary" in there)
         return tuple(each.inner if isinstance(each, Pretended) else each for each in (found.logits, following))
@@ -322,17 +328,17 @@ class TestPretendedAccelerator:
     @pytest.mark.parametrize(
         ("method", "two", "four"),
         [
-            ("full", (128, 1, 0, 1), (128, 1, 0, 1)),
-            ("direct", (188, 10, 0, 1), (188, 10, 0, 1)),
-            ("cacheclip", (369, 23, 0, 2), (376, 23, 0, 2)),
-            ("query_attention", (530, 39, 0, 2), (537, 39, 0, 2)),
+            ("full", (131, 1, 0, 1), (131, 1, 0, 1)),
+            ("direct", (191, 10, 0, 1), (191, 10, 0, 1)),
+            ("cacheclip", (361, 23, 0, 2), (368, 23, 0, 2)),
+            ("query_attention", (533, 39, 0, 2), (540, 39, 0, 2)),
         ],
     )
     def test_work_of_a_question(
         self, tiny_models: Models, monkeypatch: Patch, method: str, two: tuple[int, ...], four: tuple[int, ...]
     ) -> None:
         """Kernels, copies, blocking copies and waits, of two and of four chunks: meters that only fall. A number is
-        read once for the first token's confidence, and once per set of scores; none for a later token."""
+        read once for the first token, with its confidence, and once per set of scores; none for a later token."""
         expected = self.prefilled(tiny_models, method)
         with pretended(monkeypatch) as self.queue:
             for chunks, most in ((2, two), (4, four)):
@@ -371,6 +377,28 @@ class TestPretendedAccelerator:
         with pretended(monkeypatch):
             found = answered("primary auxiliary")
         assert isinstance(found, Pretended) and torch.equal(found.inner, expected)
+
+    def test_blocks_are_copied_together(self, tiny_models: Models, monkeypatch: Patch) -> None:
+        """Two kernels for as many as are copied together; one by one once a layer has grown. The same numbers."""
+        runtime = load_model(tiny_models["llama"])
+        with pretended(monkeypatch) as queue:
+            move(runtime)
+            cache = runtime.new_cache(90)
+            assert cache.memory is not None
+            cache.memory.copy_(torch.randn(cache.memory.shape))
+            cache.extend_to(80)
+            parts = [slice(at, min(at + 16, 75)) for at in range(3, 75, 16)]
+            expected = [torch.stack([array[0, :, part] for array in cache.arrays]) for part in parts]
+            for together, groups in ((1 << 27, 1), (1, 5)):
+                monkeypatch.setattr(of_prompts, "_TOGETHER", together)
+                before = queue.kernels.total()
+                blocks = [block for of_group in cache.blocks(3, 75, 16) for block in of_group.values()]
+                assert queue.kernels.total() - before == 2 * groups
+                assert all(torch.equal(a.inner, b.inner) for a, b in zip(blocks, expected, strict=True))
+            cache.layers[0]._grow(100)
+            cache.layers[0].write(3, *torch.zeros(2, *cache.layers[0].keys[0, :, 3:75].shape, device="cuda"))
+            blocks = [block for of_group in cache.blocks(3, 75, 16) for block in of_group.values()]
+            assert not blocks[0].inner[:2].any() and torch.equal(blocks[0].inner[2:], expected[0].inner[2:])
 
     def test_finds_what_is_wrong(self, monkeypatch: Patch) -> None:
         """The twin of the tests before: two devices are refused, and what waits or is copied is counted."""

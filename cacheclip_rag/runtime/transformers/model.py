@@ -147,6 +147,7 @@ class ModelRuntime(TextModel):
             layer = self._layer(widths, capacity, self.dtype, device, own, is_zero=one_layer)
             if one_layer and not self.is_offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(kind, (layer._keys, layer._values))
+            layer.whole = memory
             layers.append(layer)
         cache = FusedCache(layers=layers)
         cache.memory = memory
