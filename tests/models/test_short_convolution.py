@@ -16,7 +16,7 @@ from cacheclip_rag.runtime.transformers import short_convolution
 from cacheclip_rag.runtime.transformers.short_convolution import _Inputs, _Room, _ShortConvolution
 from cacheclip_rag.selection import pick_layers
 from cacheclip_rag.selection.auxiliary_pass import score_chunks
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, spied
 from tests.fusion.cases import EXACT, Case, gap, make_case, prefilled, reference_greedy, reference_logits
 from tests.models import test_passes
 
@@ -120,6 +120,14 @@ def test_the_last_layer(folders: Callable[[str], str]) -> None:
     model = folders("lfm2")
     test_passes.test_only_the_rows_whose_logits_are_asked_for(model, 3)
     test_passes.test_no_output_if_only_kv_is_needed(model)
+
+
+def test_layers_share_the_places_of_a_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, _ = case.runtime.prefill(torch.arange(5, 15), 16)
+    calls = spied(monkeypatch, _ShortConvolution, "_room")
+    for _ in range(3):
+        case.runtime.decode_step(state, 7)
+    assert len(calls) == 3 < 3 * len(case.runtime.without_attention)
 
 
 def test_layers_that_attend() -> None:

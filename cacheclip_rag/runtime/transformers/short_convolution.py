@@ -63,9 +63,17 @@ class _ShortConvolution:
             slots = torch.tensor([each.get_seq_length() for each in layers[0].layers])
         elif slots is None:
             slots = torch.arange(num_rows) + sum(each.get_seq_length() for each in layers)
+        known = getattr(cache, "room", None)  # of the layer before, mostly in the same pass
+        if known is None or known[0] is not pattern or not torch.equal(known[1], slots):
+            cache.room = known = pattern, slots, self._room(slots, pattern, states is not None)
+        return known[2]
+
+    def _room(self, slots: torch.Tensor, pattern: AttentionPattern | None, are_alone: bool) -> _Room:
+        """``are_alone``: the rows belong to a state each."""
+        num_rows = len(slots)
         firsts = _first_seen(pattern, num_rows)
         begins = torch.ones(num_rows, dtype=torch.bool)
-        if states is None:
+        if not are_alone:
             begins[1:] = (slots[1:] != slots[:-1] + 1) | (firsts[1:] != firsts[:-1])
         sizes = 1 + self._num_before * begins
         rows = torch.arange(num_rows).repeat_interleave(sizes)
