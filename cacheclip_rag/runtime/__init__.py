@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         markers_among as markers_among,
     )
     from .slices import Slices as Slices
-    from .transformers.architectures import check_architecture as check_architecture
     from .transformers.chat_template import render_chat_template as render_chat_template
     from .transformers.constraint import Grammars as Grammars, SchemaConstraint as SchemaConstraint
     from .transformers.rotary import Tables as Tables, rotate as rotate
@@ -49,7 +48,6 @@ __getattr__, __all__ = late_names(
         "kv_blocks": "SIZE fingerprints",
         "markers": "CALL_MARKERS REASONING_MARKERS known_reasoning markers_among",
         "slices": "Slices",
-        "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",
         "transformers.constraint": "Grammars SchemaConstraint",
         "transformers.rotary": "Tables rotate",

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, MissingExtraError, SamplingParams, UnsupportedModelError
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
+from cacheclip_rag.runtime.transformers.architectures import check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, Models, Patch, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
@@ -77,7 +77,7 @@ class TestRefusal:
             check_supported(config, "m", planned=is_moved)
 
     def test_multimodal_models_are_not_planned_without_weights(self) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"'qwen2_vl', which is not known without its weights.*llama"):
+        with pytest.raises(UnsupportedModelError, match="'qwen2_vl'. reads images, too"):
             check_supported(Qwen2VLConfig(), "m", planned=True)
 
     def test_attention_in_both_directions(self) -> None:
@@ -208,11 +208,6 @@ class TestRopesThatDependOnLength:
         engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=None, method="direct")
         with pytest.raises(PromptTooLongError, match="Split"):
             engine.precompute([" ".join(chunks * 4)])
-
-
-def test_every_architecture_that_is_planned_without_weights_has_a_row_in_the_matrix() -> None:
-    rows = {"gemma3_text" if s["architecture"] == "gemma3_text" else s["architecture"] for s in TINY_MODELS.values()}
-    assert rows == set(SUPPORTED)
 
 
 def test_every_row_is_what_it_says(tiny_models: Models) -> None:

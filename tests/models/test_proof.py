@@ -77,7 +77,7 @@ differ in the number of heads, or in the widths of keys and values, layers that 
 latent attention, and chunked attention."""
 
 
-_NOT_IN_5_0 = ("apertus", "gemma3n_text", "modernbert-decoder")
+_NOT_IN_5_0 = ("afmoe", "apertus", "codegen", "diffllama", "gemma3n_text", "glm4v_moe", "gptj", "modernbert-decoder")
 """Classes whose tiny models transformers 5.0 cannot build or cache: they are refused there."""
 
 

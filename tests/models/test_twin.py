@@ -232,7 +232,7 @@ class TestConfigs:
 
     def test_that_stay_large_are_none(self, tiny_models: Models, monkeypatch: Patch) -> None:
         model = load_model(tiny_models["llama"]).model
-        monkeypatch.setattr(twin, "shrunk_config", lambda config: type(config)())
+        monkeypatch.setattr(twin, "shrunk_config", lambda config, **_: type(config)())
         with pytest.raises(ValueError, match="its tiny model has 6738415616 weights"):
             twin.make_twin(model)
 

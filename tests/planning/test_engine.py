@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_testing import build_class
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError, UnsupportedModelError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import load_model
 from cacheclip_rag.planning import CallerLeft, FusionPlan, PlanningEngine, Waiter, load_planning, model_files
+from tests.models.test_proof import skip_unless_known
 
 
 @pytest.fixture
@@ -78,3 +80,32 @@ def test_files_that_change_while_they_are_loaded(tiny_models: dict[str, str], tm
     config = folder / "config.json"
     with pytest.raises(ModelError, match="changed while it was loaded"), model_files(str(folder)):
         config.write_text(config.read_text() + " ")
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("glm4", ""),
+        ("nanochat", ""),
+        ("smollm3", ""),
+        ("deepseek_v3", "does not read keys and values as cached"),
+        ("gemma4_text", "KV of several shapes"),
+        ("lfm2_moe", "layers that convolve"),
+    ],
+)
+def test_a_class_that_no_list_names_is_planned_or_refused(name: str, why: str, tmp_path: Path) -> None:
+    skip_unless_known(name)
+    folder = str(build_class(tmp_path, name))
+    if why:
+        with pytest.raises(UnsupportedModelError, match=why):
+            load_planning(folder)
+        return
+    planning, whole = load_planning(folder), load_model(folder)
+    assert (planning.widths, planning.fingerprint) == (whole.widths, whole.fingerprint)
+    kv = whole.encode(range(5, 25))
+    cache = whole.new_cache(20)
+    cache.fill(kv, slot=0, position=0)
+    expected = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+    assert torch.equal(planning.placed(kv), expected)
+    assert not torch.allclose(planning.placed(kv.roll(1, 3))[:, 0], expected[:, 0].roll(1, 2))

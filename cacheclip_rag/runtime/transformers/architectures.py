@@ -6,41 +6,9 @@ Every other model is looked at when it is loaded (:mod:`.structure`), and proven
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from ...base.errors import UnsupportedModelError
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How an architecture rotates its keys, if it differs from one table for all layers."""
-
-    rotary_per_layer_type: bool = False
-    """True if the rotary module also takes the layer type (Gemma 3)."""
-    half_tables: bool = False
-    """True if the rotary module returns one column per pair of dimensions instead of two (GPT-OSS)."""
-    rotated_layers: str | None = None
-    """Config field that says per layer whether keys are rotated (SmolLM3)."""
-
-
-SUPPORTED: dict[str, Architecture] = {
-    "gemma2": Architecture(),
-    "gemma3_text": Architecture(rotary_per_layer_type=True),
-    "gpt_oss": Architecture(half_tables=True),
-    "granite": Architecture(),
-    "llama": Architecture(),
-    "mistral": Architecture(),
-    "mixtral": Architecture(),
-    "olmo2": Architecture(),
-    "phi3": Architecture(),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-    "qwen3_moe": Architecture(),
-    "smollm3": Architecture(rotated_layers="no_rope_layers"),
-}
-"""Architectures, by the ``model_type`` of a transformers config, that are known without their weights: prompts can be
-planned for a process that has them."""
 
 _EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotary types whose frequencies do not depend on the total length: a key can be rotated to any position exactly."""
@@ -61,14 +29,6 @@ _WORKS = (
 )
 
 
-def check_architecture(model_type: str, name: str) -> None:
-    if model_type not in SUPPORTED:
-        raise UnsupportedModelError(
-            f"model {name!r} has architecture {model_type!r}, which is not known without its weights. Expected one of "
-            f"{', '.join(SUPPORTED)}. Load it with an engine of its own, where its reuse is proven."
-        )
-
-
 def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
     """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
     ``config`` cannot be reused exactly, whatever its weights are. ``planned``: another process runs the weights."""
@@ -80,15 +40,14 @@ def check_supported(config: Any, name: str, *, planned: bool = False) -> None:
             "can be computed ahead",
         )
     text = config.get_text_config(decoder=True)
-    if model_type not in SUPPORTED:
-        if model_type in _RECURRENT:
-            _refuse(name, f"({model_type!r}) has recurrent layers and none that attend, which is not supported here")
-        if planned and is_recurrent(config):
-            _refuse(name, f"({model_type!r}) has recurrent layers, whose states are moved in the model's own process")
-        if _layer_types(text) & {*_SPARSE}:
-            _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
-        if planned:
-            check_architecture(model_type, name)
+    if model_type in _RECURRENT:
+        _refuse(name, f"({model_type!r}) has recurrent layers and none that attend, which is not supported here")
+    if planned and is_recurrent(config):
+        _refuse(name, f"({model_type!r}) has recurrent layers, whose states are moved in the model's own process")
+    if planned and text is not config:
+        _refuse(name, f"({model_type!r}) reads images, too: its prompts are planned with its weights alone")
+    if _layer_types(text) & {*_SPARSE}:
+        _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
     if getattr(text, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")
     for rope in _ropes(text):

@@ -8,40 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from ...base.errors import ModelError
-from .architectures import SUPPORTED
+from ...base.errors import ModelError, UnsupportedModelError
+from .kept import kept, kept_file
 from .model import ModelRuntime
-from .rotary import Reading, rotate, unrotate
-from .structure import Structure
+from .proof import verdict_of_twin
+from .rotary import rotate, unrotate
+from .short_convolution import install_short_convolutions
+from .structure import Structure, find_structure, layers_of, rotary_modules
+from .twin import described, make_twin
 
 Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
 
 
-def known_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:
-    """By the config: there are no weights to look at."""
-    config, known = model.config, SUPPORTED[model.config.model_type]
-    readings: list[Reading | None] = [Reading(columns="single" if known.half_tables else "halves")]
-    readings *= config.num_hidden_layers
-    if known.rotary_per_layer_type:
-        readings = [Reading(kind=kind) for kind in config.layer_types]
-    if known.rotated_layers:
-        turned = getattr(config, known.rotated_layers)[: len(readings)]
-        readings = [each if turns else None for each, turns in zip(readings, turned, strict=True)]
+def planned_structure(model: Any, name: str, device: torch.device, fingerprint: str) -> Structure:
+    """That of a tiny model with all layers: there are no weights to look at. Raises UnsupportedModelError: its layers
+    keep KV in several shapes, or in another one than engines that are planned for."""
+
+    def find() -> Structure:
+        try:
+            twin = make_twin(model, is_deep=True)
+        except ValueError as error:
+            raise _unplanned(model, name, f"no tiny model can be made ({error})") from error
+        if install_short_convolutions(layers_of(twin), twin.config):
+            raise _unplanned(model, name, "it has layers that convolve")
+        seen, _ = find_structure(twin, name, torch.device("cpu"))
+        if not seen.reads_cached:
+            raise _unplanned(model, name, "its attention, latent for instance, does not read keys and values as cached")
+        is_uniform = len(seen.widths) == model.config.num_hidden_layers and len({*seen.widths}) == 1
+        if not is_uniform or seen.widths[0] != _widths(twin.config):
+            raise _unplanned(model, name, "its layers keep KV of several shapes, for which engines have several caches")
+        return replace(seen, widths=(_widths(model.config),) * len(seen.widths))
+
+    return kept(kept_file("planned", described(model)), lambda fields: Structure.of(**fields), find, asdict)
+
+
+def _widths(config: Any) -> tuple[int, int, int]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Structure(tuple(readings), ((config.num_key_value_heads, head_dim, head_dim),) * len(readings))
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim, head_dim
+
+
+def _unplanned(model: Any, name: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"prompts of model {name!r} ({model.config.model_type!r}) cannot be planned without its weights: {why}. Answer "
+        "with CacheClipEngine, which loads it."
+    )
 
 
 class PlanningRuntime(ModelRuntime):
     """Tokenises, lays out and rotates. Whatever needs weights raises ModelError."""
 
     can_score = keeps_prefixes = can_extend = False
-    _find_structure = staticmethod(known_structure)
+    _find_structure = staticmethod(planned_structure)
     _encoder: Encoder | None = None
     files: tuple[object, ...] = ()
     """States of the files behind the fingerprint."""
@@ -56,10 +80,14 @@ class PlanningRuntime(ModelRuntime):
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         base = model.base_model
-        base.rotary_emb = type(base.rotary_emb)(config=base.config)  # its frequencies are computed, not loaded
+        for part, module in [*base.named_children()]:
+            if any(module is each for each in rotary_modules(model)):  # whose frequencies are computed, not loaded
+                setattr(base, part, type(module)(config=base.config))
         super().__init__(model, tokenizer, name=name, fingerprint=fingerprint)
         self.device = torch.device("cpu")
         self.layer_devices[:] = [self.device] * self.num_layers
+        if verdict_of_twin(self, ModelRuntime) is None:
+            raise _unplanned(model, name, "no tiny model can be made")
 
     def _refuse(self) -> NoReturn:
         raise ModelError(

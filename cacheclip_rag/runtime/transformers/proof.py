@@ -67,7 +67,7 @@ def prove(runtime: Any) -> None:
         started = time.perf_counter()
         with weights_kept(runtime.model):  # a model that only scores chunks never uses its vocabulary
             check_rows(runtime.model, runtime.name)
-            twin = _verdict_of_twin(runtime)
+            twin = verdict_of_twin(runtime)
             verdict = _verdict(runtime, _WHOLE if twin is None else _BRIEF)
             if twin is not None:
                 alike = runtime.rotary.writes_what_is_made(_far_positions(runtime))
@@ -79,12 +79,13 @@ def prove(runtime: Any) -> None:
     runtime.rotary.hands_tables = _kept(_memo(runtime), runtime.dtype, make)["hands_tables"]
 
 
-def _verdict_of_twin(runtime: Any) -> dict[str, Any] | None:
-    """Of a tiny model of the same class and config; None if none can be made."""
+def verdict_of_twin(runtime: Any, kind: Any = None) -> dict[str, Any] | None:
+    """Of a tiny model of the same class and config, run by a runtime of ``kind`` (default its own); None if none can be
+    made."""
 
     def make() -> dict[str, Any]:
         twin = make_twin(runtime.model).to(runtime.device)
-        tiny = type(runtime)(twin, runtime.tokenizer, name=runtime.name, fingerprint="", like=runtime)
+        tiny = (kind or type(runtime))(twin, runtime.tokenizer, name=runtime.name, fingerprint="", like=runtime)
         return _verdict(tiny, _WHOLE)
 
     try:

@@ -79,14 +79,15 @@ _BY_NUMBER = ("moe_layers", "mlp_only_layers", "full_attn_idxs", "attn_layer_ind
 """Numbers of the layers of another kind."""
 
 
-def make_twin(model: Any) -> Any:
-    """The twin of a model that runs here, on the processor. Raises ValueError: its config cannot be made small."""
+def make_twin(model: Any, *, is_deep: bool = False) -> Any:
+    """The twin of a model, on the processor; with all its layers if ``is_deep``. Raises ValueError: its config cannot
+    be made small."""
     is_part = isinstance(model, TextPart)
     decoder = model.base_model if is_part else model
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # a config that is made small has numbers that it would warn of
     try:
-        made = tiny_model(type(decoder), shrunk_config(decoder.config))
+        made = tiny_model(type(decoder), shrunk_config(decoder.config, is_deep=is_deep))
         twin = model.with_decoder(made) if is_part else made
         fill_weights(twin)
         twin(input_ids=torch.arange(2, 8)[None], use_cache=False)
@@ -121,13 +122,14 @@ def fill_weights(model: nn.Module) -> None:
             weight.sub_(_LONG_MEMORY)
 
 
-def shrunk_config(config: Any) -> Any:
-    """A config of the same class, with each kind of layer, and small. Raises any error: it cannot be made."""
+def shrunk_config(config: Any, *, is_deep: bool = False) -> Any:
+    """A config of the same class, with each kind of layer, or all layers if ``is_deep``, and small. Raises any error:
+    it cannot be made."""
     names = {**getattr(config, "attribute_map", {})}
     fields = _described(config)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     depth = config.num_hidden_layers
-    layers = _layers(fields, depth)
+    layers = [*range(depth)] if is_deep else _layers(fields, depth)
     fields = {key: _fitted(key, value, depth, layers) for key, value in fields.items()}
     fields[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     if isinstance(kv_heads, int):

@@ -7,9 +7,7 @@ from typing import Any
 
 import typer
 
-from cacheclip_rag import UnsupportedModelError
 from cacheclip_rag.plugins import JsonOption, format_bytes, print_json
-from cacheclip_rag.runtime import check_architecture
 
 from ..packaged.catalogue import PACKAGED_MODELS, PREFIX
 from ..packaged.pull import model_folder
@@ -34,13 +32,4 @@ def _row(name: str) -> dict[str, Any]:
     model = asdict(PACKAGED_MODELS[name])
     folder = model_folder(name)
     del model["parts"]
-    supported = model["kind"] != "gguf" or _is_supported(model["architecture"])
-    return {**model, "supported": supported, "folder": str(folder) if folder.is_dir() else None}
-
-
-def _is_supported(architecture: str) -> bool:
-    try:
-        check_architecture(architecture, architecture)
-    except UnsupportedModelError:
-        return False
-    return True
+    return {**model, "supported": True, "folder": str(folder) if folder.is_dir() else None}

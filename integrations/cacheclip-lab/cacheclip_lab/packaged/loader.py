@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from cacheclip_rag.models import FileState, TransformersLoader, loader_of
 from cacheclip_rag.plugins import ModelLoader, expanded
-from cacheclip_rag.runtime import check_architecture
 
 from .catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .pull import gguf_path, model_folder, pull, pull_gguf
@@ -76,8 +75,6 @@ class PackagedLoader(ModelLoader):
         return str(pull(self._key))
 
     def choose_device(self, device: str) -> str:
-        if self._model is not None and not self._is_file:
-            check_architecture(self._model.architecture, self.name)
         return self._inner.choose_device(device)
 
     @property

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, MissingExtraError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag import CacheClipEngine, MissingExtraError, UnknownModelError
 from cacheclip_rag.models import known_context, knows_tools, load_model, resolve
-from cacheclip_rag.runtime.transformers import architectures
 
 
 @pytest.fixture
@@ -33,13 +32,6 @@ def test_packaged_models_with_and_without_their_prefix_are_one(folder: Path, hom
     assert knows_tools("packaged:qwen2.5-coder-0.5b.gguf") is True
     with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
         resolve("packaged:smollm2")
-
-
-def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(architectures.SUPPORTED, "gemma3_text")
-    with pytest.raises(UnsupportedModelError, match="gemma3"):
-        load_model("packaged:gemma-3-270m")
-    assert not (home / "downloads").exists()
 
 
 def test_a_gguf_file_without_llama_cpp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
