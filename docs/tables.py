@@ -73,7 +73,8 @@ def classes_table() -> str:
 
 def results_table() -> str:
     """One row a method of each file of ``benchmarks/results``."""
-    head = ("pair", "questions", "method", "F1 minus `full`'s", "same answer", "KL", "computed", "sooner", "machine")
+    columns = ("F1 minus `full`'s", "same answer", "KL", "chunk tokens computed", "sooner")
+    head = ("pair", "questions", "method", *columns, "machine")
     rows = []
     for name, one in read_submissions(RESULTS):
         pair = " with ".join(f"`{model}`" for model in (one["primary"], one["auxiliary"]) if model)
