@@ -14,7 +14,7 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -25,9 +25,9 @@ import torch
 from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.plan import KVSources, Plan
-from ..prompt.known_kv import choose_rows, known_kv
+from ..prompt.known_kv import KnownKV, choose_rows, known_kv
 from ..prompt.layout import Span, question_text
-from ..runtime.base import KVMatch, KVSource, State, wait_for
+from ..runtime.base import KVMatch, KVPart, KVSource, State, wait_for
 from ..runtime.slices import Slices
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
@@ -245,25 +245,31 @@ def fused_of(
 # -- for another process, or an engine that shows no KV ----------------------------------------------------------------
 
 
-def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock) -> FusionPlan:
+def plan_ahead(
+    runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock, moved: Sequence[KVPart] = ()
+) -> FusionPlan:
     """What :func:`fuse` would do with a plan that reuses chunks by a method with
     :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
-    ConfigurationError for another method."""
-    method, layout = plan.method, plan.layout
-    assert plan.reused and plan.bypass is None and not plan.known.held.any(), "only stored chunks can be planned ahead"
+    ConfigurationError for another method. ``moved``: exact KV of earlier prompts that process keeps, in blocks that are
+    ``(key, num_tokens)``, and that the plan moves."""
+    method, layout, known = plan.method, plan.layout, plan.known
+    assert plan.bypass is None and not known.stale[known.held].any(), "of earlier prompts, only exact KV can be moved"
     chosen, _ = choose_ahead(plan, kv_sources, clock=clock)
-    rows = choose_rows(plan.known, chosen.items())
-    pieces = tuple(
+    rows = choose_rows(known, chosen.items())
+    pieces = [
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
-    )
+        if not known.is_held(span)
+    ]
+    of_prompts = [piece for part in moved for piece in _moved_pieces(known, part)]
+    pieces = sorted([*pieces, *of_prompts], key=lambda piece: piece.start)
     # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
     # from sharing its own with everyone
     computed = [*range(layout.num_prefix), *rows.tolist()]
     end = pieces[-1].stop
     return FusionPlan(
         token_ids=layout.token_ids,
-        pieces=pieces,
+        pieces=tuple(pieces),
         computed=runs_of([row for row in computed if row < end]),
         chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
         correction=method.mean_change,
@@ -271,7 +277,17 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
         rope_pin=runtime.rope_pin,
         namespace=kv_sources.primary.store.namespace,
         codec=kv_sources.primary.codec,
+        moved=runs_of([at for piece in of_prompts for at in range(piece.start, piece.stop)]),
     )
+
+
+def _moved_pieces(known: KnownKV, part: KVPart) -> Iterator[StoredPiece]:
+    at = part.run.start - part.skip
+    for key, num_tokens in part.blocks:
+        first, stop = max(at, part.run.start), min(at + num_tokens, part.run.stop)
+        for begin, end in runs_of((known.source[first:stop] == KVSource.MOVED).nonzero()[0].tolist()):
+            yield StoredPiece(first + begin, key, first + begin - at, end - begin)
+        at += num_tokens
 
 
 def choose_ahead(
@@ -289,7 +305,7 @@ def choose_ahead(
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
-        spans = [span for span in plan.reused if not plan.known.is_exact(span)]
+        spans = [span for span in plan.reused if plan.known.is_scorable(span)]
         view = view_of(plan, kv_sources, clock, spans, when_read)
         early = method.score(view)
         assembled = CacheView(**vars(view), runtime=unread, cache=unread)

@@ -69,6 +69,8 @@ class FusionPlan:
     """Tenant whose entries the pieces are."""
     codec: str = "float32"
     """Entries of a coarser codec must not be used."""
+    moved: tuple[Interval, ...] = ()
+    """Where pieces are no entries of the store, but KV of earlier prompts that the other process itself keeps."""
 
     @classmethod
     def computing(
@@ -88,7 +90,8 @@ class FusionPlan:
             _check(_KEY.fullmatch(piece.key) is not None, f"a key must be 64 hexadecimal digits, got {piece.key!r}")
             _check(piece.num_tokens > 0 <= piece.first, "a piece must have a token or more")
         of_pieces = [(piece.start, piece.stop) for piece in self.pieces]
-        for name, intervals in (("pieces", of_pieces), ("computed", self.computed), ("chunks", self.chunks)):
+        named = {"pieces": of_pieces, "computed": self.computed, "chunks": self.chunks, "moved": self.moved}
+        for name, intervals in named.items():
             numbers = [number for interval in intervals for number in interval]
             _check(all(is_whole_number(number) for number in numbers), f"{name} must hold whole numbers")
             _check(all(0 <= start < stop <= end for start, stop in intervals), f"{name} must lie before position {end}")
@@ -109,6 +112,11 @@ class FusionPlan:
             return [*self.pieces]
         whole = (any(a <= piece.start and piece.stop <= b for a, b in self.computed) for piece in self.pieces)
         return [piece for piece, is_computed in zip(self.pieces, whole, strict=True) if not is_computed]
+
+    @property
+    def moved_keys(self) -> set[str]:
+        """Keys of the pieces that are KV of earlier prompts."""
+        return {each.key for each in self.pieces if any(a <= each.start < b for a, b in self.moved)}
 
     @property
     def num_ready(self) -> int:
@@ -161,6 +169,7 @@ class FusionPlan:
             "rope_pin": self.rope_pin,
             "namespace": self.namespace,
             "codec": self.codec,
+            "moved": [list(run) for run in self.moved],
         }
 
     @classmethod
@@ -176,7 +185,7 @@ class FusionPlan:
             fields = {name: value for name, value in values.items() if name != "version"}
             fields["token_ids"] = tuple(fields["token_ids"])
             fields["pieces"] = tuple(StoredPiece(*piece) for piece in fields["pieces"])
-            for name in ("computed", "chunks"):
+            for name in ("computed", "chunks", "moved"):
                 fields[name] = tuple((start, stop) for start, stop in fields[name])
             for name in ("model", "rope_pin", "namespace", "codec"):
                 _check(isinstance(fields.get(name), str), f"{name} must be a string")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..prompt.messages import Documents as Documents, Prompt as Prompt
     from ..runtime.transformers.planning import PlanningRuntime as PlanningRuntime
     from .engine import PlanningEngine as PlanningEngine
+    from .kept import BLOCK_TOKENS as BLOCK_TOKENS, kept_keys as kept_keys
     from .prompts import PlannedPrompt as PlannedPrompt
     from .stored import StoredInterval as StoredInterval, check_fits as check_fits
 
@@ -39,6 +40,7 @@ __getattr__, __all__ = late_names(
         "..prompt.messages": "Documents Prompt",
         "..runtime.transformers.planning": "PlanningRuntime",
         "engine": "PlanningEngine",
+        "kept": "BLOCK_TOKENS kept_keys",
         "prompts": "PlannedPrompt",
         "stored": "StoredInterval check_fits",
     },

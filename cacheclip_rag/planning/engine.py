@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ from ..prompt.segments import PromptReader, Segment, given_texts
 from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import TieredStore
+from .kept import KeptPrompts
 from .prompts import PlannedPrompt
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class PlanningEngine(Closing):
             *brought_observers(self.config),
         ]
         """Called with every plan, and with no answer: another process gives it."""
+        self.kept: KeptPrompts | None = None
+        """Prompts whose KV the other process keeps; None: it keeps none."""
 
     @property
     def primary(self) -> PlanningRuntime:
@@ -117,6 +121,10 @@ class PlanningEngine(Closing):
             self.parts.certificates.check(method)
         self.segments("?", method=method)
         assert sources.primary.runtime is self.primary
+
+    def keep_prompts(self) -> None:
+        """The other process keeps KV of prompts that it computes plainly: prompts move it once :attr:`kept` knows."""
+        self.kept = KeptPrompts(self.parts)
 
     def why_never(self, method: Method) -> str | None:
         """Why the other process alone can fuse no prompt with this method; None if it can, or if the method reuses no
@@ -165,11 +173,13 @@ class PlanningEngine(Closing):
         question: str | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        moved: str | None = None,
         known: Callable[[Sequence[int]], int] = lambda ids: 0,
     ) -> PlannedPrompt:
         """Plan a prompt. Arguments are those of :meth:`CacheClipEngine.generate`.
 
         Args:
+            moved: ``on`` or ``off``, as for an answer; None: as in the settings.
             known: of how many first tokens the other process holds exact KV. If plain prefill computes less after
                 them, it is planned, and no chunk is scored.
 
@@ -179,25 +189,30 @@ class PlanningEngine(Closing):
         """
         chosen = self.make_method(method, recompute_ratio)
         clock = PhaseClock()
-        request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
-        sources = self.parts.kv_sources(chosen)
+        options = CallOptions(question=question, documents=documents, tools=tools, moved=moved or self.config.moved)
+        sources, kept = self.parts.kv_sources(chosen), self.kept
+        about = None if kept is None else kept.follow()
         with clock.phase("lookup"):
-            plan = self._answering.plan(request)
+            plan = self._answering.plan(Request(prompt, chosen, options))
         for observer in self.observers:
             plan = observer.on_plan(plan, sources) or plan
+        with clock.phase("lookup"):
+            can_move = self.why_never(chosen) is None
+            plan, parts = kept.moving(plan, sources) if kept is not None and can_move else (plan, [])
         reason = plan.fallback if chosen.reuses_chunks else None
-        if plan.reused:
+        is_used = bool(plan.reused or parts)
+        if is_used:
             ids, rows = plan.layout.token_ids, plan.known.computed_tokens(chosen.nominal_ratio)
             reason = plan.bypass or self.why_never(chosen)
             if is_plain_better(len(ids) - known(ids), rows, rows):
                 reason = f"{self._answers}'s own prefix cache holds {_SO_MUCH}"
-        if not plan.reused or reason is not None:
-            return PlannedPrompt.plain(plan, reason, clock)
-        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
-        for piece in fusion.pieces:
-            self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
+        if not is_used or reason is not None:
+            return replace(PlannedPrompt.plain(plan, reason, clock), kept_about=about)
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock, moved=parts)
+        for key in plan.keys:
+            self.parts.store.record_use(key)  # the workers, which read them, write nothing
         self.parts.store.flush(ANSWER_WAIT_S)  # now: until they have read it, it is what others evict last
-        return PlannedPrompt.fused(plan, fusion, clock)
+        return replace(PlannedPrompt.fused(plan, fusion, clock), kept_about=about)
 
     def trace(self, planned: PlannedPrompt, stats: FusionStats) -> Trace:
         """What the KV of a planned prompt is made of, without scores. ``stats``: those of its answer, which tell
@@ -216,7 +231,7 @@ class PlanningEngine(Closing):
     def drop_unreadable(self, fusion: FusionPlan) -> int:
         """Remove what cannot be read of a plan that could not be carried out, so that it is missing from the next
         plan; returns the number of removed entries. Workers themselves change nothing in the store."""
-        removed = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
+        removed = self.parts.store.drop_unreadable(list({piece.key for piece in fusion.pieces} - fusion.moved_keys))
         if removed:
             logger.warning(
                 "%d chunks of a plan could not be read and were removed. Ingest their documents again.", removed

@@ -12,6 +12,7 @@ from ..fusion.answer import FusionStats
 from ..fusion.wire import FusionPlan
 from ..plan.plan import Plan
 from ..prompt.known_kv import known_kv
+from ..runtime.base import KVSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,17 @@ class PlannedPrompt:
     """How the KV of the first tokens is made; None: ``reason`` says why it cannot."""
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
+    kept_about: str | None = None
+    """What the names of the prompt's blocks say (:func:`~cacheclip_rag.planning.kept_keys`), if that process computes
+    it plainly and keeps its KV; None: it keeps none."""
 
     @classmethod
     def fused(cls, plan: Plan, fusion: FusionPlan, clock: PhaseClock) -> PlannedPrompt:
-        computed = _computed_of_chunks(plan, fusion)
-        return cls(plan.layout.token_ids, plan, stats_of(plan, clock, None, computed), fusion)
+        computed, known = _computed_of_chunks(plan, fusion), plan.known
+        stats = stats_of(plan, clock, None, computed)
+        moved = int(((known.source == KVSource.MOVED) & ~known.border).sum())
+        stats = replace(stats, moved_tokens=moved, moved_past=known.moved_past)
+        return cls(plan.layout.token_ids, plan, stats, fusion)
 
     @classmethod
     def plain(cls, plan: Plan, reason: str | None, clock: PhaseClock) -> PlannedPrompt:
@@ -73,7 +80,7 @@ class PlannedPrompt:
             prefix_tokens=prefix,
             fresh_tokens=self.stats.prompt_tokens - prefix - self.stats.chunk_tokens,
             recomputed_tokens=computed,
-            charged_ratio=computed / self.stats.chunk_tokens,
+            charged_ratio=computed / self.stats.chunk_tokens if self.stats.chunk_tokens else 0.0,
             continued_tokens=known,
             continued_turns=told.get("continued_turns", 0),
             stale_from=told.get("stale_from"),

@@ -1,6 +1,7 @@
 """A fusion plan that is carried out without what made it gives the KV of an engine with the weights."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ on_one = pytest.mark.parametrize("made", ["llama"], indirect=True)
 
 
 @torch.inference_mode()
-def carry_out(plan: FusionPlan, engine: CacheClipEngine) -> torch.Tensor:
-    """Logits of the last token, as another process would compute them, each row seeing what is there."""
+def carry_out(plan: FusionPlan, engine: CacheClipEngine, kept: Mapping[str, torch.Tensor] = {}) -> torch.Tensor:
+    """Logits of the last token, as another process would compute them, each row seeing what is there. ``kept``: KV of
+    earlier prompts, by key."""
     runtime = engine.primary
     assert isinstance(runtime, ModelRuntime)
     reader = StoreReader(engine.config.store, plan.namespace)
-    entries = {piece.key: reader.get(piece.key, codec=plan.codec) for piece in plan.pieces}
+    keys = {piece.key for piece in plan.pieces}
+    assert plan.moved_keys == keys & {*kept}
+    entries = {key: kept[key] if key in kept else reader.get(key, codec=plan.codec) for key in keys}
     check_fits(plan, entries, runtime)
     ids, heads = torch.tensor(plan.token_ids), slice(0, runtime.num_kv_heads)
     cache = runtime.new_cache(len(ids))

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Capture:
     name: str
     """32 hexadecimal digits, unique to the request."""
     start: int = 0
-    """First position whose KV is wanted."""
+    """First position whose KV is wanted; -1: the first that vLLM computes."""
     context: str | None = None
     """Name of the file with the KV of the ``start`` positions before; None: vLLM computes them."""
 
@@ -82,6 +82,12 @@ class CapturedRows:
     """First position that this step computes."""
     end: int
     """Position after the last one."""
+    keys: tuple[str, ...] | None = None
+    """With the last rows of a prompt that is kept, the names of its whole blocks from ``start`` on."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.end >= self.stop
 
 
 class CaptureSchedule:
@@ -91,6 +97,9 @@ class CaptureSchedule:
         self._known: dict[str, tuple[Capture, int, list[int]]] = {}
         """By request: the capture, the prompt's length, the request's blocks."""
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._known
+
     def add(self, request_id: str, capture: Capture, num_tokens: int) -> None:
         self._known[request_id] = capture, num_tokens, []
 
@@ -99,10 +108,13 @@ class CaptureSchedule:
         self._known.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> list[CapturedRows]:
-        """The rows of captures among what vLLM's scheduler chose."""
-        for new in scheduler_output.scheduled_new_reqs:
+        """The rows of captures among what vLLM's scheduler chose. A capture is over with its last rows."""
+        for new in scheduler_output.scheduled_new_reqs if self._known else ():
             if new.req_id in self._known:
-                self._known[new.req_id][2][:] = new.block_ids[0]
+                capture, stop, blocks = self._known[new.req_id]
+                blocks[:] = new.block_ids[0]
+                if capture.start < 0:
+                    self._known[new.req_id] = replace(capture, start=new.num_computed_tokens), stop, blocks
         cached = scheduler_output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         for number, request_id in enumerate(cached.req_ids):
@@ -122,6 +134,9 @@ class CaptureSchedule:
             end = min(computed[request_id] + scheduler_output.num_scheduled_tokens[request_id], stop)
             if begin < end:
                 found.append(CapturedRows(request_id, capture.name, tuple(blocks), capture.start, stop, begin, end))
+        for rows in found:
+            if rows.is_last:
+                del self._known[rows.request_id]
         return found
 
 
@@ -138,12 +153,10 @@ class _Buffer:
 class Captor:
     """Gathers captures on one worker, from the keys and values that its layers write into their caches."""
 
-    folder: Path
     num_layers: int
-    first_head: int
-    """First of this worker's KV heads."""
-    writes: bool = True
-    """False on a worker whose heads another worker has too."""
+    take_over: Callable[[CapturedRows, torch.Tensor], None]
+    """Called with the last rows of a capture and all of its KV, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``
+    with keys after RoPE."""
     _buffers: dict[str, _Buffer] = field(default_factory=dict)
     _rows: list[CapturedRows] = field(default_factory=list)
     """Of the step under way."""
@@ -177,18 +190,17 @@ class Captor:
             begin += count
 
     def end(self) -> list[tuple[str, str]]:
-        """A step has ended: write what is complete. Returns captures that failed, each with the reason."""
+        """A step has ended: hand on what is complete. Returns captures that failed, each with the reason."""
         failed = []
         for rows in self._rows:
-            if rows.end < rows.stop:
+            if not rows.is_last:
                 continue
             buffer = self._buffers.pop(rows.request_id, None)
             if buffer is None or not bool(buffer.seen.all()):
                 failed.append((rows.name, "some tokens passed the writers of vLLM's layers unseen"))
-            elif self.writes:
+            else:
                 try:
-                    header = {"format": str(FORMAT_VERSION), "first_head": str(self.first_head)}
-                    write_tensors(_path(self.folder, rows.name, self.first_head), {"kv": buffer.kv}, header)
+                    self.take_over(rows, buffer.kv)
                 except (OSError, SafetensorError) as error:
                     failed.append((rows.name, f"it could not be written: {error}"))
         self._rows, self._places = [], None
@@ -213,6 +225,12 @@ class Captor:
         return self._buffers[rows.request_id]
 
 
+def write_capture(folder: Path, name: str, kv: torch.Tensor, first_head: int) -> None:
+    """Write the KV of a worker's heads, of which ``first_head`` is the first."""
+    header = {"format": str(FORMAT_VERSION), "first_head": str(first_head)}
+    write_tensors(folder / f"{name}.{first_head}.safetensors", {"kv": kv}, header)
+
+
 def read_capture(folder: Path, name: str, num_heads: int) -> torch.Tensor:
     """KV that the workers wrote: ``(num_layers, 2, num_heads, num_tokens, head_dim)``, keys after RoPE. Raises
     ValueError: parts are missing or damaged."""
@@ -235,10 +253,6 @@ def remove_capture(folder: Path, name: str) -> None:
     """Delete a capture's files; no error without any."""
     for path in folder.glob(f"{name}.*.safetensors"):
         path.unlink(missing_ok=True)
-
-
-def _path(folder: Path, name: str, first_head: int) -> Path:
-    return folder / f"{name}.{first_head}.safetensors"
 
 
 def _is_name(name: object) -> bool:

@@ -8,33 +8,23 @@ of the paged cache. So the paged cache is not read, and nothing here knows an at
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 
 from cacheclip_rag import CacheClipError, ConfigurationError
 
-from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
-from .connector import CacheClipConnector, Loads
-from .loading import local_heads, slots_of
+from .captures import CAPTURE, Capture, CapturedRows, open_context, write_capture
+from .connector import CacheClipConnector
+from .loading import local_heads
 from .parameters import Ready
 from .prefix_blocks import salt
 from .scheduling import check_request
 
 logger = init_logger("vllm.cacheclip")
-
-
-@dataclass
-class Step(Loads):
-    """Loads and captures of one step, from the scheduler to the workers."""
-
-    captured: list[CapturedRows] = field(default_factory=list)
 
 
 class CapturingConnector(CacheClipConnector):
@@ -52,10 +42,6 @@ class CapturingConnector(CacheClipConnector):
             )
         if vllm_config.load_config.load_format == "dummy":
             raise ValueError("load_format is 'dummy': chunks would be computed with weights that no model has.")
-        self._schedule = CaptureSchedule()
-        self._layers: dict[int, Any] = {}
-        self._captor: Captor | None = None
-        self._is_wrapped = False
 
     # -- scheduler --------------------------------------------------------------------------------------------------
 
@@ -85,71 +71,14 @@ class CapturingConnector(CacheClipConnector):
         if found != (self._runtime.fingerprint, self._runtime.num_layers, capture.start):
             raise ConfigurationError("the context was made for other weights, another dtype, or another length")
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
-        found = super().build_connector_meta(scheduler_output)
-        return Step(found.loads, found.room, found.is_idle, self._schedule.step(scheduler_output))
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        self._schedule.remove(request.request_id)
-        return super().request_finished(request, block_ids)
-
     # -- worker -----------------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        self._layers = {extract_layer_index(name): layers[name] for name in kv_caches}
-        group = get_tp_group()
-        heads = local_heads(self._runtime.num_kv_heads, group.rank_in_group, group.world_size)
-        copies = max(1, group.world_size // self._runtime.num_kv_heads)
+    def _take_over(self, rows: CapturedRows, kv: torch.Tensor) -> None:
+        if rows.keys is not None:
+            super()._take_over(rows, kv)
+            return
+        group, num_heads = get_tp_group(), self._runtime.num_kv_heads
+        heads = local_heads(num_heads, group.rank_in_group, group.world_size)
         assert self._settings.exchange is not None, "it was checked"
-        is_first = group.rank_in_group % copies == 0
-        self._captor = Captor(self._settings.exchange, self._runtime.num_layers, heads.start, is_first)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, Step)
-        self._begin(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called behind the forward pass. Loads write too, and recompute wraps the writers itself."""
-        self._end()
-        super().start_load_kv(forward_context, **kwargs)
-
-    def _end(self) -> None:
-        if not self._is_wrapped:
-            return
-        for layer in self._layers.values():
-            del layer.impl.do_kv_cache_update  # the class's own is back
-        self._is_wrapped = False
-        assert self._captor is not None
-        for name, reason in self._captor.end():
-            logger.warning("capture %s failed: %s", name, reason)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._captor is not None:
-            self._captor.forget(finished_req_ids)
-        found: tuple[set[str] | None, set[str] | None] = super().get_finished(finished_req_ids)
-        return found
-
-    def _begin(self, step: Step) -> None:
-        if not step.captured or self._captor is None:
-            return
-        slots = [
-            slots_of(each.block_ids, self._block_size, torch.arange(each.begin, each.end)) for each in step.captured
-        ]
-        self._captor.begin(step.captured, slots)
-        for number, layer in self._layers.items():
-            layer.impl.do_kv_cache_update = self._taking(number, layer.impl.do_kv_cache_update)
-        self._is_wrapped = True
-
-    def _taking(self, number: int, write: Callable[..., None]) -> Callable[..., None]:
-        """What replaces a layer's ``do_kv_cache_update`` during the step."""
-        captor = self._captor
-        assert captor is not None
-
-        def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
-            captor.take(number, key, value, slot_mapping)
-            write(layer, key, value, kv_cache, slot_mapping)
-
-        return update
+        if group.rank_in_group % max(1, group.world_size // num_heads) == 0:  # others have the same heads
+            write_capture(self._settings.exchange, rows.name, kv, heads.start)

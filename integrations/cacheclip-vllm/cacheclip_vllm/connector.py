@@ -16,11 +16,12 @@ vLLM enters the hashes of a request's blocks in that cache when all workers have
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -35,9 +36,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from cacheclip_rag.planning import load_planning
 
-from .loading import Loader
+from .captures import Captor, Capture, CapturedRows, CaptureSchedule
+from .kept import GONE, Keep, KeptBlocks, cut
+from .loading import Loader, slots_of
 from .once import WarnOnce
-from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings
+from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings, read_keep
 from .prefix_blocks import PrefixBlocks
 from .rows import RowRunner
 from .scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
@@ -62,6 +65,9 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """Rows that loads may compute in the step."""
     is_idle: bool = False
     """Whether vLLM computes none."""
+    captured: list[CapturedRows] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Blocks of earlier prompts that are no longer kept."""
 
 
 @dataclass
@@ -132,7 +138,14 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._blocks = PrefixBlocks(self._block_size, kv_cache_config.num_blocks, lambda: self._kv_cache_manager)
         self._counters = LoadCounters()
         self._warn_once = WarnOnce(logger)
+        self._schedule = CaptureSchedule()
+        self._kept = KeptBlocks(self._settings.prompt_bytes, self._runtime)
+        self._keeping: dict[str, Keep] = {}
+        """Of requests that no token was scheduled of."""
         # the workers'
+        self._layers: dict[int, Any] = {}
+        self._captor: Captor | None = None
+        self._is_wrapped = False
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
         self._finished: set[str] = set()
@@ -144,8 +157,19 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin to read the request's plan, if it has one."""
         carried = request.kv_transfer_params
         given = carried.get(PARAMETER) if isinstance(carried, Mapping) else None  # a client may send anything
-        if given is not None:
+        if isinstance(given, Mapping) and "plan" not in given:  # at once: no request waits for its KV to be kept
+            try:
+                check_request(request)
+                self._keep(request.request_id, read_keep(given, self._settings))
+            except ValueError as error:
+                logger.debug("the KV of request %s is not kept: %s", request.request_id, error)
+        elif given is not None:
             self._reading[request.request_id] = self._reader.submit(self._read, request, given)
+
+    def _keep(self, request_id: str, keep: Keep | None) -> None:
+        if keep is not None and not self._runtime.pinned_rope:
+            self._kept.follow(keep)
+            self._keeping[request_id] = keep
 
     def _read(self, request: Any, given: Any) -> Ready:
         check_request(request)
@@ -181,6 +205,11 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._warn_once("answering by plain prefill: %s", error)
             return
         assert ready.plan is not None, "a request gives a plan"
+        self._keep(request.request_id, ready.keep)
+        if not self._kept.holds(ready.plan):
+            self._counters.add(plain_requests=1)
+            self._requests.tell(request.request_id, "plain", GONE)
+            return
         if not self._blocks.choose(request, ready.plan, **self._room):
             self._counters.add(exact_requests=1)
             self._requests.tell(request.request_id, "exact", EXACT)
@@ -190,6 +219,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._blocks.place(request)
+        keep, ids = self._keeping.pop(request.request_id, None), request.prompt_token_ids
+        is_exact = not num_external_tokens and self._blocks.is_plain(request)
+        if keep is not None and is_exact and self._kept.begin(request.request_id, keep, ids):
+            self._schedule.add(request.request_id, Capture(request.request_id, -1), len(ids))
         if num_external_tokens > 0:
             first = self._requests.begin(request, blocks.get_block_ids()[0], num_external_tokens)
             self._counters.add(fused_requests=int(first))
@@ -198,7 +231,9 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         scheduled = scheduler_output.total_num_scheduled_tokens
         self._is_idle = not scheduled
         most = self._room["max_rows"] if self._is_idle else _ROWS_BESIDE
-        return Loads(self._requests.take(), max(0, min(most, self._room["max_rows"] - scheduled)), self._is_idle)
+        room = max(0, min(most, self._room["max_rows"] - scheduled))
+        captured = self._kept.named(self._schedule.step(scheduler_output))
+        return Loads(self._requests.take(), room, self._is_idle, captured, self._kept.take_dropped())
 
     def update_connector_output(self, connector_output: Any) -> None:
         done, failed = connector_output.finished_recving or (), connector_output.invalid_block_ids
@@ -206,10 +241,14 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._requests.time(times.read_s if isinstance(times, LoadTimes) else {})
         for request, num_tokens in self._requests.end(done, failed):
             self._blocks.fail(request, num_tokens)
+            self._kept.clear()  # some of it may be missing
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``."""
         self._reading.pop(request.request_id, None)
+        self._schedule.remove(request.request_id)
+        self._kept.forget(request.request_id)
+        self._keeping.pop(request.request_id, None)
         continued = self._blocks.finish(request)
         told = self._requests.finish(request.request_id)
         if told is not None and continued.num_tokens:
@@ -230,8 +269,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     "other KV can be written. Choose another backend with --attention-backend."
                 )
         runner = model_runner(self._vllm_config, self._runtime.files)
+        self._layers = {extract_layer_index(name): layer for name, layer in chosen.items()}
+        self._captor = Captor(self._runtime.num_layers, self._take_over)
         self._loader = Loader(
-            {extract_layer_index(name): layer for name, layer in chosen.items()},
+            self._layers,
             self._settings,
             self._runtime,
             lambda: RowRunner(runner, self._block_size),
@@ -240,10 +281,52 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             **self._room,
         )
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Loads)
+        rows = connector_metadata.captured
+        if not rows or self._captor is None:
+            return
+        slots = [slots_of(each.block_ids, self._block_size, torch.arange(each.begin, each.end)) for each in rows]
+        self._captor.begin(rows, slots)
+        for number, layer in self._layers.items():
+            layer.impl.do_kv_cache_update = self._taking(number, layer.impl.do_kv_cache_update)
+        self._is_wrapped = True
+
+    def _taking(self, number: int, write: Callable[..., None]) -> Callable[..., None]:
+        """What replaces a layer's ``do_kv_cache_update`` during the step."""
+        captor = self._captor
+        assert captor is not None
+
+        def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+            captor.take(number, key, value, slot_mapping)
+            write(layer, key, value, kv_cache, slot_mapping)
+
+        return update
+
+    def _end_capture(self) -> None:
+        """Loads write too, and recompute wraps the writers itself."""
+        if not self._is_wrapped:
+            return
+        for layer in self._layers.values():
+            del layer.impl.do_kv_cache_update  # the class's own is back
+        self._is_wrapped = False
+        assert self._captor is not None
+        for name, reason in self._captor.end():
+            logger.warning("capture %s failed: %s", name, reason)
+
+    def _take_over(self, rows: CapturedRows, kv: torch.Tensor) -> None:
+        assert self._loader is not None
+        self._loader.kept.update(cut(kv, rows, self._runtime))
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Called behind the forward pass."""
         assert self._loader is not None, "vLLM registers its caches before the first step"
+        self._end_capture()
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
+        for key in metadata.dropped:
+            self._loader.kept.pop(key, None)
         for load in metadata.loads:
             self._loader.load(load)
         for load, found in self._loader.work(metadata.room, waits=metadata.is_idle):
@@ -266,6 +349,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         found, self._finished = self._finished, set()
         if self._loader is not None:
             found |= self._loader.forget(finished_req_ids)
+        if self._captor is not None:
+            self._captor.forget(finished_req_ids)
         return None, found
 
     def shutdown(self) -> None:

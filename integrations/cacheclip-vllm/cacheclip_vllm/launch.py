@@ -51,7 +51,8 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     they are. Raises the errors of :func:`~cacheclip_rag.models.load.resolve`."""
     config, access = settings.config, settings.access
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
-    engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
+    worker, prompt_bytes = worker_of(config.device), settings.prompt_bytes
+    engine = engine_options(config.store, namespace=None, device=worker, sealed=True, prompt_bytes=prompt_bytes)
     environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
     if shown_url(config.store) != str(config.store):
         environment[STORE_VARIABLE] = engine["kv_transfer_config"]["kv_connector_extra_config"].pop("store")

@@ -95,6 +95,8 @@ class Loader:
         self._copied: deque[tuple[Any, Mapping[str, KV]]] = deque()
         """Pinned KV of loads that have ended, each with an event: the device has copied all of it."""
         self._threads = ThreadPoolExecutor(_READERS, "cacheclip-load")
+        self.kept: dict[str, KV] = {}
+        """Blocks of earlier prompts, of this worker's heads (:mod:`.kept`)."""
 
     def load(self, load: Load) -> None:
         """Take a load on, and begin to read its KV once those before it leave memory for it."""
@@ -263,9 +265,13 @@ class Loader:
         writing.check(self._layers)
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
-        reader = self._settings.open_reader(plan.namespace, plan.codec, self._heads)  # one of the connector's tenants
-        keys = dict.fromkeys(piece.key for piece in plan.used_pieces)
-        return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
+        keys, moved = dict.fromkeys(piece.key for piece in plan.used_pieces), plan.moved_keys
+        entries = {key: _done(self.kept.get(key)) for key in keys if key in moved}
+        if len(entries) < len(keys):
+            reader = self._settings.open_reader(plan.namespace, plan.codec, self._heads)  # a tenant of the connector's
+            read = (key for key in keys if key not in moved)
+            entries |= {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in read}
+        return entries
 
     def _is_read(self, each: _UnderWay, waits: bool) -> bool:
         """Whether all tensor-parallel workers have read a load's KV: a worker that stays out of a forward pass leaves
@@ -378,6 +384,16 @@ def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor)
     """Slots of a request's positions in the paged cache, ``(num_positions,)`` int64 on the CPU."""
     blocks = torch.tensor(block_ids, dtype=torch.int64)
     return blocks[positions // block_size] * block_size + positions % block_size
+
+
+def _done(kv: KV | None) -> Future[KV]:
+    """A block of an earlier prompt, as if it had been read."""
+    future = Future[KV]()
+    if kv is None:
+        future.set_exception(RuntimeError("KV of an earlier prompt is gone"))
+    else:
+        future.set_result(kv)
+    return future
 
 
 def _chosen(parts: Iterable[torch.Tensor], rows: torch.Tensor | None) -> Iterable[torch.Tensor]:

@@ -52,8 +52,8 @@ from .idle import IdlePrefills
 from .inspecting import Inspecting
 from .internals import PROBE_TOKENS, check_probe, probe
 from .other_apis import MESSAGES, RESPONSES, add_system, as_counted, read_messages, read_response
-from .parameters import EXACT, PARAMETER, request_parameters
-from .planners import Planning, Route
+from .parameters import EXACT, PARAMETER, carried_with, request_parameters
+from .planners import Planning, Route, note
 from .replies import EventsReply, ReplyText, Result, StreamReply
 from .requests import (
     NotPlanned,
@@ -289,7 +289,7 @@ class CacheClip:
         send: Send,
     ) -> None:
         """``leaving``: what comes after the body, which is that the client has left."""
-        field = take_field(body)
+        field = take_field(body, moves=self._settings.prompt_bytes > 0)
         tenant = caller.tenant(field.tenant)
         is_other = path in (MESSAGES, RESPONSES)
         page = None if self._inspecting is None else self._inspecting.page(field, tenant)
@@ -326,6 +326,7 @@ class CacheClip:
                     shown = await page.add(way, result.stats, said)
                 if not is_other:
                     self._checks.offer(scope, body, result, reply.body, shown)
+                note(self.planning, way.planned, tenant, result)
                 if result.stats is not None:
                     self._idle.count(result.stats.prompt_tokens + result.stats.generated_tokens)
                 if way.reason == EXACT and result.outcome == "plain":
@@ -341,15 +342,18 @@ class CacheClip:
             add_system_prompt(body, self._settings.config.system_prompt)
         elif path != _COMPLETION:
             add_system(path, body, self._settings.config.system_prompt)
+        is_apart = body.get("cache_salt") is not None  # a client that shares nothing
         if self._access.tenants:
             keep_apart(body, tenant, self._settings.seal)
         try:
             asked = _READERS[path](body, self._settings.name)
             known = partial(self._idle.known, body)
             way = await _unless_left(self.planning.plan(asked, field, tenant, known), leaving)
+            if is_apart and way.planned is not None:
+                way = replace(way, planned=replace(way.planned, kept_about=None))
         except NotPlanned as error:
             way = Route(reason=str(error))
-        self._give_plan(path, body, way)
+        self._give_plan(path, body, way, tenant)
         return way
 
     def _as_asked_of_vllm(self, body: dict[str, Any], path: str) -> dict[str, Any]:
@@ -362,16 +366,16 @@ class CacheClip:
             return kept
         return body
 
-    def _give_plan(self, path: str, body: dict[str, Any], way: Route) -> None:
+    def _give_plan(self, path: str, body: dict[str, Any], way: Route, tenant: str) -> None:
         """The plan, and the token ids that it was made for."""
-        if way.planned is None or way.planned.fusion is None:
+        planned = way.planned
+        carried = {} if planned is None else carried_with(planned, tenant, key=self._settings.seal)
+        if planned is None or not carried:
             return
-        ids = list(way.planned.token_ids)
-        carried = request_parameters(way.planned.fusion, key=self._settings.seal)
-        if path == _COMPLETION:
-            body["prompt"] = ids
-        else:
-            carried["prompt_token_ids"] = ids
+        if planned.fusion is not None and path == _COMPLETION:
+            body["prompt"] = list(planned.token_ids)
+        elif planned.fusion is not None:
+            carried["prompt_token_ids"] = list(planned.token_ids)
         body["kv_transfer_params"] = carried
 
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 from cacheclip_rag import CertificateError, ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards import Metrics
 from cacheclip_rag.methods import Method
-from cacheclip_rag.planning import Documents, FusionPlan, Prompt
+from cacheclip_rag.planning import Documents, PlannedPrompt, Prompt
 from cacheclip_rag.plugins import check_choice, is_url
 
 from .internals import PROBE_TOKENS, check_probe, check_vllm, is_tried, probe
-from .parameters import PARAMETER, UNREADABLE, request_parameters
+from .parameters import PARAMETER, UNREADABLE, carried_with, request_parameters
 from .planner import Planner
 from .served import Served
 from .shadow import Shadow
@@ -43,6 +43,7 @@ def engine_options(
     namespace: str | Sequence[str] | None = "default",
     device: str = "cpu",
     sealed: bool = False,
+    prompt_bytes: int = 0,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
 
@@ -52,6 +53,7 @@ def engine_options(
             None: the environment names them (:data:`~cacheclip_vllm.parameters.NAMESPACES_VARIABLE`).
         device: ``cpu`` or ``gpu``.
         sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
+        prompt_bytes: memory of the workers for KV of prompts, which later ones move; 0: none is moved.
     """
     check_choice("device", device, tuple(_WORKERS))
     extra: dict[str, Any] = {}
@@ -59,6 +61,8 @@ def engine_options(
         extra["namespaces"] = [namespace] if isinstance(namespace, str) else sorted(namespace)
     if sealed:
         extra["sealed"] = True
+    if prompt_bytes:
+        extra["prompt_bytes"] = prompt_bytes
     if store is not None:
         extra["store"] = str(store if is_url(store) else Path(store).absolute())
     return {
@@ -91,6 +95,9 @@ class FusedLLM:
         """
         self.llm, self.planner = llm, planner
         planner.serve(Served.of(llm.llm_engine.vllm_config))
+        extra = llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
+        if extra.get("prompt_bytes"):
+            planner.keep_prompts()
         if not is_tried():
             check_vllm()
             self._check_version()
@@ -110,6 +117,7 @@ class FusedLLM:
         question: str | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        moved: str | None = None,
         **options: Any,
     ) -> list[Any]:
         """Answer prompts; returns vLLM's ``RequestOutput`` objects.
@@ -127,21 +135,25 @@ class FusedLLM:
         """
         sampling = self._sampling(sampling_params, len(prompts))
         asked = {"method": method, "recompute_ratio": recompute_ratio, "question": question, "tools": tools}
+        asked["moved"] = moved
         inputs: list[dict[str, Any]] = []
         chosen: list[Any] = []
-        fusions: list[FusionPlan | None] = []
+        plans: list[PlannedPrompt | None] = []
         for prompt, params in zip(prompts, sampling, strict=True):
-            ids, fusion = self._prepare(prompt, documents, asked)
-            fusions.append(fusion)
+            ids, planned = self._prepare(prompt, documents, asked)
+            plans.append(planned)
             inputs.append({"prompt_token_ids": list(ids)})
-            chosen.append(params if fusion is None else _with(params, request_parameters(fusion)))
+            carried = None if planned is None else carried_with(planned, self.planner.config.namespace)
+            chosen.append(_with(params, carried) if carried else params)
         found: list[Any] = self.llm.generate(inputs, chosen, **options) if inputs else []
-        for output, fusion in zip(found, fusions, strict=True):
+        for output, planned in zip(found, plans, strict=True):
             outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
             if outcome.get("outcome") == "plain":
                 self._count(outcome["reason"])
-            if fusion is not None and outcome.get("reason") == UNREADABLE:
-                self.planner.drop_unreadable(fusion)
+            if planned is not None:
+                self.planner.note(planned, outcome.get("outcome"), outcome.get("reason"), output.num_cached_tokens or 0)
+                if planned.fusion is not None and outcome.get("reason") == UNREADABLE:
+                    self.planner.drop_unreadable(planned.fusion)
         self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
         return found
 
@@ -191,8 +203,8 @@ class FusedLLM:
 
     def _prepare(
         self, prompt: Prompt, documents: Documents, asked: dict[str, Any]
-    ) -> tuple[Sequence[int], FusionPlan | None]:
-        """Token ids of a prompt and its plan; None for plain prefill."""
+    ) -> tuple[Sequence[int], PlannedPrompt | None]:
+        """Token ids of a prompt and what is planned for it; None: it cannot be planned."""
         try:
             planned = self.planner.plan(prompt, documents=documents, **asked)
         except (ConfigurationError, PromptTooLongError, CertificateError):
@@ -202,7 +214,7 @@ class FusedLLM:
             return self.planner.token_ids(prompt, tools=asked["tools"]), None
         if planned.reason is not None:
             self._count(planned.reason)
-        return planned.token_ids, planned.fusion
+        return planned.token_ids, planned
 
     def _count(self, reason: str) -> None:
         level = logging.DEBUG if reason in self.plain else logging.WARNING

@@ -13,7 +13,6 @@ _NO_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
     "min_confidence": "vLLM gives no logits before the answer begins. Leave it out",
     "finish": "answers of vLLM are not verified. Leave it out, or let idle complete their exact KV afterwards",
-    "moved": "vLLM moves no KV. Leave it out",
     "temperature": "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'",
     "max_tokens": "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'",
     "max_running": "give vLLM's own: -- --max-num-seqs 8",

@@ -3,6 +3,7 @@
 A request names its plan in vLLM's ``kv_transfer_params``, under ``cacheclip``::
 
     {"cacheclip": {"plan": {…}}}            FusionPlan.to_dict(): vLLM's workers recompute
+    {"cacheclip": {"keep": {…}}}            under what its KV is kept if vLLM computes it plainly (:mod:`.kept`)
 
 A server with clients of its own seals them: ``{"plan": {…}, "seal": "…"}`` holds a digest made with a secret key, which
 server and connector have from the environment. So no client can send plans past the server.
@@ -15,16 +16,17 @@ import hmac
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.planning import FusionPlan, PlanningRuntime
-from cacheclip_rag.plugins import check_namespace, is_url
+from cacheclip_rag.planning import FusionPlan, PlannedPrompt, PlanningRuntime
+from cacheclip_rag.plugins import check_namespace, is_url, is_whole_number
 from cacheclip_rag.store import StoreReader
 
+from .kept import Keep
 from .passes import passes
 
 PARAMETER = "cacheclip"
@@ -57,6 +59,8 @@ class Settings:
     reader: str = ""
     """``module:function`` that makes what workers read a tenant's entries with, as :class:`StoreReader` does, of
     ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder or a URL."""
+    prompt_bytes: int = 0
+    """Bytes of all workers' memory for KV of prompts that later prompts move (:mod:`.kept`)."""
 
     def open_reader(self, namespace: str, codec: str | None = None, heads: slice | None = None) -> StoreReader:
         """What reads a tenant's entries, in the worker; of a shared store, those of this codec. ``heads`` as for
@@ -73,7 +77,7 @@ class Settings:
         ConfigurationError: an unknown setting or a wrong value."""
         if "store" not in given and (hidden := os.environ.get(STORE_VARIABLE)):
             given = {**given, "store": hidden}
-        known = ("store", "namespaces", "exchange", "sealed", "reader")
+        known = ("store", "namespaces", "exchange", "sealed", "reader", "prompt_bytes")
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ConfigurationError(
@@ -94,7 +98,12 @@ class Settings:
                 raise ConfigurationError(
                     f"reader must be module:function beside a store, got {reader!r} ({error!r})."
                 ) from error
-        return cls(store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)), reader)
+        prompt_bytes = given.get("prompt_bytes", 0)
+        if not is_whole_number(prompt_bytes) or prompt_bytes < 0:
+            raise ConfigurationError(f"prompt_bytes must be 0 or more bytes, got {prompt_bytes!r}.")
+        return cls(
+            store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)), reader, prompt_bytes
+        )
 
 
 def _namespaces_of_environment() -> object:
@@ -124,6 +133,7 @@ class Ready:
     plan: FusionPlan | None = None
     context: str | None = None
     """Without a plan, the file that holds the KV (:mod:`.captures`)."""
+    keep: Keep | None = None
 
     @classmethod
     def of(
@@ -139,11 +149,8 @@ class Ready:
         """Read what a request carries (the value under :data:`PARAMETER`) with a prompt as vLLM has it. ``max_runs``,
         ``max_rows``: room of a pass (:func:`~cacheclip_vllm.passes.passes`). Raises ConfigurationError, ValueError
         or OSError, which say why its KV cannot be made."""
-        named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
-        if not isinstance(given, Mapping) or named != {"plan"}:
-            raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")
-        if settings.sealed:
-            _check_seal(given)
+        keep = read_keep(given, settings)
+        assert isinstance(given, Mapping), "it was read"
         plan = FusionPlan.from_dict(given["plan"])
         if settings.store is None:
             raise ConfigurationError("the request has a plan, and the connector has no store")
@@ -153,13 +160,37 @@ class Ready:
             raise ConfigurationError("the plan is for another rotary embedding")
         _check(plan.token_ids, plan.model, token_ids, runtime)
         passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
-        return cls(plan.num_ready, plan)
+        return cls(plan.num_ready, plan, keep=keep)
 
 
-def request_parameters(plan: FusionPlan, *, key: str | None = None) -> dict[str, Any]:
+def read_keep(given: object, settings: Settings) -> Keep | None:
+    """Under what a request's KV may be kept; None: not at all. Raises ConfigurationError: the request was not planned
+    here."""
+    named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
+    if not isinstance(given, Mapping) or not named or not named <= {"plan", "keep"}:
+        raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")
+    if settings.sealed:
+        _check_seal(given)
+    keep = Keep.of(given["keep"]) if "keep" in given else None
+    return keep if keep is not None and keep.namespace in settings.namespaces else None
+
+
+def request_parameters(
+    plan: FusionPlan | None = None, *, keep: Keep | None = None, key: str | None = None
+) -> dict[str, Any]:
     """A request's ``kv_transfer_params``. ``key``: seal them with it."""
-    carried: dict[str, Any] = {"plan": plan.to_dict()}
+    carried: dict[str, Any] = {} if plan is None else {"plan": plan.to_dict()}
+    if keep is not None:
+        carried["keep"] = asdict(keep)
     return {PARAMETER: carried if key is None else {**carried, "seal": _seal(carried, key)}}
+
+
+def carried_with(planned: PlannedPrompt, namespace: str, *, key: str | None = None) -> dict[str, Any]:
+    """What a planned prompt's request carries; nothing if it has no plan and is not kept."""
+    keep = None if planned.kept_about is None else Keep(namespace, planned.kept_about)
+    if planned.fusion is None and keep is None:
+        return {}
+    return request_parameters(planned.fusion, keep=keep, key=key)
 
 
 def _seal(carried: Mapping[str, Any], key: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cacheclip_rag import ConfigurationError, EngineConfig
-from cacheclip_rag.planning import PlanningEngine, PlanningRuntime, load_planning
+from cacheclip_rag.planning import PlannedPrompt, PlanningEngine, PlanningRuntime, load_planning
 
+from .kept import GONE
 from .served import Served
 
 
@@ -46,6 +47,17 @@ class Planner(PlanningEngine):
                 "each, or give it served."
             )
         self.served = served
+
+    def note(self, planned: PlannedPrompt, outcome: object, reason: object, num_cached: int) -> None:
+        """What became of a prompt in vLLM, which had so many of its first tokens in its own prefix cache: later prompts
+        may move the KV that its workers keep of it."""
+        if self.kept is None:
+            return
+        is_moved = planned.fusion is not None and bool(planned.fusion.moved)
+        if reason == GONE or (is_moved and outcome == "plain"):
+            self.kept.forget()
+        if planned.fusion is None or outcome == "exact" or reason == GONE:
+            self.kept.add(planned, num_cached)
 
     def erasures(self) -> object:
         """What changes when texts of the tenant are erased, by whatever process."""

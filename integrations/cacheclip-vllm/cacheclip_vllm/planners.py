@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheclip_serve import CacheClipField, Queue, QueueFull, RequestError, error_of, exposition, names_of, renamed
 
@@ -27,6 +27,9 @@ from .once import WarnOnce
 from .planner import Planner
 from .requests import NotPlanned, PlannablePrompt
 from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from .replies import Result
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class Planning:
             if tenant not in self._planners:
                 config = replace(self._settings.planner_config, namespace=tenant)
                 self._planners[tenant] = Planner(config, store=self.store, served=self._settings.served)
+                if self._settings.prompt_bytes:
+                    self._planners[tenant].keep_prompts()
             return self._planners[tenant]
 
     @property
@@ -149,6 +154,8 @@ class Planning:
             planner = self.planner(tenant)
             with planner.asking(Waiter()):
                 planner.drop_unreadable(fusion)
+                if fusion.moved and planner.kept is not None:
+                    planner.kept.forget()
         except Exception as error:
             self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
@@ -229,7 +236,14 @@ class Planning:
             if "".join(segment.text for segment in segments) != shown:
                 raise NotPlanned("chat template")
             _check_parts(runtime, asked, shown)
-        return planner.plan(segments, method=method, question=field.question, documents=field.documents, known=known)
+        return planner.plan(
+            segments,
+            method=method,
+            question=field.question,
+            documents=field.documents,
+            moved=field.moved,
+            known=known,
+        )
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
@@ -275,6 +289,14 @@ def _method(planner: Planner, field: CacheClipField) -> Method:
     except ConfigurationError as error:
         raise RequestError(str(error), param="cacheclip.method") from error
     return method
+
+
+def note(planning: Planning, planned: PlannedPrompt | None, tenant: str, result: Result) -> None:
+    """Note what became of a prompt (:meth:`Planner.note`). Returns at once."""
+    if planned is not None and planned.kept_about is not None and result.stats is not None:
+        about = result.outcome, result.reason, result.stats.cached_prefix_tokens
+        with suppress(RuntimeError):  # the server is closing
+            planning._threads.submit(planning.planner(tenant).note, planned, *about)
 
 
 def _escaped(text: Any) -> str:

@@ -112,6 +112,10 @@ class PrefixBlocks:
         salted = self._salted.get(request.request_id)
         return salted is None or self.known(request) <= salted.first * self._block_size
 
+    def is_plain(self, request: Any) -> bool:
+        """Whether a request has vLLM's own hashes, so that all of its KV is exact."""
+        return request.request_id not in self._salted
+
     def is_better_plain(self, request: Any, num_tokens: int, **room: int) -> bool:
         """Whether exact KV has come since the request arrived, with which plain prefill computes less. If so, the
         request has vLLM's hashes again.

@@ -76,20 +76,25 @@ _WITHOUT_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time with vLLM",
     "min_confidence": "vLLM gives no logits before the answer begins",
     "finish": "answers of vLLM are not verified",
-    "moved": "vLLM moves no KV",
     "trace": "vLLM does not say what its KV was made of",
 }
 
 
-def take_field(body: dict[str, Any]) -> CacheClipField:
-    """The field ``cacheclip``, taken out of the body. Raises RequestError: it names the part that is wrong, or has no
-    effect."""
+def take_field(body: dict[str, Any], *, moves: bool = False) -> CacheClipField:
+    """The field ``cacheclip``, taken out of the body. ``moves``: KV of earlier prompts is moved, but not of a client
+    that shares nothing, nor before calls of tools and answers by a schema, whose first tokens nobody could verify,
+    unless it says so. Raises RequestError: it names the part that is wrong, or has no effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
         if getattr(found, name) not in (None, "none", "off", "idle", False):
             raise unsupported(f"cacheclip.{name}", f"cacheclip.{name} has no effect here: {why}. Leave it out.")
+    if found.moved == "on" and not moves:
+        why = "this server has moved = off, prefix_cache_bytes = 0, a required certificate or a GPU"
+        raise unsupported("cacheclip.moved", f"cacheclip.moved has no effect here: {why}. Leave it out.")
     if isinstance(found.ratio, str):
         raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")
+    if body.get("cache_salt") is not None or (found.moved is None and is_constrained(body)):
+        return found.model_copy(update={"moved": "off"})
     return found
 
 
@@ -119,6 +124,14 @@ def _with_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
         own = {}
     others = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
     return {**others, **{name: value for name, value in own.items() if value is not None}}
+
+
+def is_constrained(body: Mapping[str, Any]) -> bool:
+    """Whether an answer may be calls of tools, or must follow a schema."""
+    text = body.get("text")
+    formats = body.get("response_format"), text.get("format") if isinstance(text, Mapping) else None
+    is_text = all(each.get("type", "text") == "text" for each in formats if isinstance(each, Mapping))
+    return bool(body.get("tools")) or not is_text or bool(body.get("structured_outputs"))
 
 
 def check_carried(body: Mapping[str, Any]) -> None:

@@ -62,6 +62,14 @@ class ServerSettings:
         """Settings of the planners: what the server itself does after an answer (``finish="idle"``) is none of them."""
         return replace(self.config, finish="none") if self.config.finish == "idle" else self.config
 
+    @property
+    def prompt_bytes(self) -> int:
+        """Memory of vLLM's workers for KV of prompts, which later ones move. On a GPU none is: to copy all that is
+        computed out of it would hold up every prompt."""
+        config = self.config
+        moves = config.moved == "on" and not config.require_certificate and config.device.startswith("cpu")
+        return config.prefix_cache_bytes if moves else 0
+
     def completes(self, finish: str | None) -> bool:
         """Whether the exact KV of a conversation is computed after its answer. ``finish``: what its request says."""
         return (finish or self.config.finish) == "idle"

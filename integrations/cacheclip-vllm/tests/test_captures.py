@@ -24,6 +24,7 @@ from cacheclip_vllm.captures import (
     read_capture,
     remove_capture,
     remove_context,
+    write_capture,
     write_context,
 )
 from cacheclip_vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
@@ -110,6 +111,10 @@ def kv_of(num_tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(LAYERS, 2, HEADS, num_tokens, DIM, generator=generator)
 
 
+def writing(folder: Path, layers: int = LAYERS, first_head: int = 0) -> Captor:
+    return Captor(layers, lambda rows, kv: write_capture(folder, rows.name, kv, first_head))
+
+
 def give(captor: Captor, kv: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, *, layers: int = LAYERS) -> None:
     """Layers write rows in this order, with two rows behind that have no slot."""
     padding = torch.zeros(2, kv.shape[2], DIM)
@@ -149,7 +154,7 @@ class TestContext:
 class TestCaptor:
     def test_two_captures_in_two_steps(self, tmp_path: Path) -> None:
         """The second step has the rest of one, all of another, and rows of nobody's capture."""
-        captor = Captor(tmp_path, LAYERS, 0)
+        captor = writing(tmp_path)
         one, other, nobody = kv_of(6), kv_of(3, 1), kv_of(4, 2)
         first = CapturedRows("one", NAME, (), 5, 11, 5, 9)
         captor.begin([first], [torch.arange(32, 36)])
@@ -169,10 +174,10 @@ class TestCaptor:
 
     def test_heads_of_several_workers(self, tmp_path: Path) -> None:
         kv = kv_of(5)
-        workers = [Captor(tmp_path, LAYERS, 0), Captor(tmp_path, LAYERS, 2), Captor(tmp_path, LAYERS, 2, writes=False)]
-        for captor in workers:
+        for head in (0, 2):
+            captor = writing(tmp_path, LAYERS, head)
             captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [torch.arange(5)])
-            give(captor, kv[:, :, captor.first_head : captor.first_head + 2], torch.arange(5), torch.arange(5))
+            give(captor, kv[:, :, head : head + 2], torch.arange(5), torch.arange(5))
             assert captor.end() == []
         assert len(list(tmp_path.iterdir())) == 2
         assert torch.equal(read_capture(tmp_path, NAME, HEADS), kv)
@@ -186,7 +191,7 @@ class TestCaptor:
             read_capture(tmp_path, NAME, HEADS)
 
     def test_rows_that_no_layer_wrote(self, tmp_path: Path) -> None:
-        captor, kv, slots = Captor(tmp_path, LAYERS, 0), kv_of(5), torch.arange(5)
+        captor, kv, slots = writing(tmp_path), kv_of(5), torch.arange(5)
         for layers, shown in ((LAYERS, 4), (LAYERS - 1, 5)):
             captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [slots])
             give(captor, kv, slots, torch.arange(shown), layers=layers)
@@ -194,7 +199,7 @@ class TestCaptor:
             assert name == NAME and "unseen" in reason and not list(tmp_path.iterdir())
 
     def test_an_aborted_request_is_forgotten(self, tmp_path: Path) -> None:
-        captor, kv = Captor(tmp_path, LAYERS, 0), kv_of(5)
+        captor, kv = writing(tmp_path), kv_of(5)
         captor.begin([CapturedRows("r", NAME, (), 0, 9, 0, 5)], [torch.arange(5)])
         give(captor, kv, torch.arange(5), torch.arange(5))
         captor.end()
@@ -204,7 +209,7 @@ class TestCaptor:
         assert len(captor.end()) == 1, "its first tokens are gone"
 
     def test_a_folder_that_is_gone(self, tmp_path: Path) -> None:
-        captor = Captor(tmp_path / "file" / "folder", LAYERS, 0)
+        captor = writing(tmp_path / "file" / "folder")
         (tmp_path / "file").write_text("")
         captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [torch.arange(5)])
         give(captor, kv_of(5), torch.arange(5), torch.arange(5))
@@ -303,7 +308,7 @@ class InVllm:
         kv = self.fails(number, turned(self.model, kv, capture.start, rotate))
         if isinstance(kv, str):
             return SimpleNamespace(kv_transfer_params={"cacheclip": {"outcome": "plain", "reason": kv}})
-        captor, slots = Captor(self.folder, len(kv), 0), torch.arange(kv.shape[3])
+        captor, slots = writing(self.folder, len(kv)), torch.arange(kv.shape[3])
         captor.begin([CapturedRows("r", capture.name, (), 0, len(slots), 0, len(slots))], [slots])
         for layer, (keys, values) in enumerate(kv):
             captor.take(layer, keys.transpose(0, 1), values.transpose(0, 1), slots)

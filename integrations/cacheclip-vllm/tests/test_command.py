@@ -90,7 +90,7 @@ def test_what_is_started(
     assert value(started, "--middleware") == "cacheclip_vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20" and value(started, "--api-server-count") == "1"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
-    assert extra == {"store": str(tmp_path / "store"), "sealed": True}
+    assert extra == {"store": str(tmp_path / "store"), "sealed": True, "prompt_bytes": 2**28}
     assert json.loads(started["environment"][NAMESPACES_VARIABLE]) == ["default", "north", "south"]
     settings = ServerSettings.of_environment(started["environment"])
     assert settings.config.fixed_ratio == 0.3 and settings.config.method == "cacheclip"

@@ -26,6 +26,7 @@ class Asked:
             model_config=SimpleNamespace(model=model, quantization=None),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             device_config=SimpleNamespace(device_type="cpu"),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
         )
         self.llm_engine = SimpleNamespace(vllm_config=config)
         self.inputs: list[list[int]] = []
@@ -34,7 +35,7 @@ class Asked:
     def generate(self, inputs: Any, params: Any, **options: Any) -> list[Any]:
         self.inputs = [each["prompt_token_ids"] for each in inputs]
         self.carried = [(each.extra_args or {}).get("kv_transfer_params") for each in params]
-        return [SimpleNamespace(kv_transfer_params=None) for _ in inputs]
+        return [SimpleNamespace(kv_transfer_params=None, num_cached_tokens=0) for _ in inputs]
 
 
 @pytest.fixture(autouse=True)
