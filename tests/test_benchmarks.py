@@ -180,6 +180,21 @@ def test_negative(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.broken({**found, "nothing shared": slow}, 99) == ["it was slower than plain prefill"]
 
 
+@pytest.mark.long
+def test_lm_harness(
+    questions: str, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("lm_harness", monkeypatch).write(tmp_path, questions, 1, tiny_models["llama"], None)
+    [line] = (tmp_path / "data.jsonl").read_text().splitlines()
+    assert all(text in json.loads(line)["prompt"] for text in (CHUNKS[0], QUESTION))
+    assert f"test: {tmp_path}/data.jsonl" in (tmp_path / "passages.yaml").read_text()
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, store=str(tmp_path / "store"))
+    assert engine.is_stored(CHUNKS[0])
+    judge = runpy.run_path(str(tmp_path / "judging.py"))["judge"]
+    assert judge({"answers": ["no", "the Lamp."]}, ["A lamp!"]) == {"f1": 1.0, "contains": 1.0}
+    assert judge({"answers": ["old lamp"]}, ["new lamp"]) == {"f1": 0.5, "contains": 0.0}
+
+
 def test_where_an_answer_differs(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str]) -> None:
     """What ``serving.py --only equality`` asks of the engine; the whole of it runs in cacheclip-vllm's tests."""
     first_difference = load("serving", monkeypatch).first_difference
