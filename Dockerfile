@@ -6,8 +6,8 @@
 #   docker run -p 8000:8000 -v models:/models -v store:/store -e CACHECLIP_API_KEY=... cacheclip
 #
 # Options of `cacheclip serve` follow the image's name, and with vLLM its own flags after --. vLLM's processes share
-# memory: docker run --shm-size 2g, and with CUDA --gpus all. The commands of
-# the first target were run in a fresh environment; no image was ever built.
+# memory: docker run --shm-size 2g, and with CUDA --gpus all. .ci/image builds the first target without a daemon and asks
+# its server; images of the others were never built.
 
 FROM python:3.11-slim AS source
 WORKDIR /src
