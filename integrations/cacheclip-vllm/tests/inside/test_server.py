@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from cacheclip_testing import SENTENCES
 from cacheclip_vllm.planner import Planner
 from openai import AuthenticationError, OpenAI
 from serve_cases import play
@@ -266,6 +268,22 @@ class TestEqualAnswers:
         new = f"{'It was never stored. ' * 9}\n\nWhat?"
         plain = served.chat(new, field={"documents": ["It was never stored. " * 9], "method": "anchored"})
         assert (plain.cacheclip["outcome"], plain.cacheclip["misses"]) == ("plain", 1)
+
+    def test_an_edited_prompt_takes_kv_of_the_earlier_one(self, served: Served, setting: Setting) -> None:
+        """Whose tokens vLLM's own process kept; another tenant's prompt takes none of them."""
+        words = sorted({*" ".join(SENTENCES).split()})
+        texts = "\n\n".join(" ".join(random.Random(each).sample(words, 40)) for each in range(5))
+        old, new = (f"Checksum {each}.\n\n{texts}\n\nQuestion: Where?" for each in ("a91f3", "07c2e, longer"))
+        assert served.chat(old).cacheclip["outcome"] == "plain"
+        stranger = served.chat(new, key=NORTH).cacheclip
+        assert (stranger["outcome"], stranger.get("moved_tokens", 0)) == ("plain", 0)
+        served.forget()
+        found = served.chat(new)
+        assert found.cacheclip["outcome"] == "fused" and found.cacheclip["moved_tokens"] > 150
+        served.forget()
+        exact = served.chat(new, field={"moved": "off"})
+        assert (exact.cacheclip["outcome"], exact.cacheclip.get("moved_tokens", 0)) == ("plain", 0)
+        assert tuple(exact.choices[0].token_ids) == setting.expected([new], "full")[0]
 
     def test_the_adapters_client(self, served: Served, setting: Setting) -> None:
         engine = RemoteEngine(f"{served.address}/v1", KEY)
