@@ -11,7 +11,6 @@ from ..config import EngineConfig
 from ..methods.base import Method
 from ..plan.plan import KVSources, Plan
 from .base import Observer
-from .identity import Identity, identity_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +26,7 @@ class Certificates(Observer):
         Args:
             kv_sources: the sources of a method's KV; loads the models that the method needs.
         """
-        self.config, self._kv_sources = config, kv_sources
-
-    def identity(self, method: Method) -> Identity:
-        """Identity that a certificate needs to cover these models with this method."""
-        kv_sources = self._kv_sources(method)
-        return identity_of(
-            self.config, method, kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context
-        )
+        self.config, self.kv_sources = config, kv_sources
 
     def may_be(self, method: Method) -> Callable[[float], bool] | None:
         """Whether the method's certificate calls a recompute ratio exact or faithful, or promises its gate there; None

@@ -1,5 +1,4 @@
-"""What measurements need of an engine: prefills and their logits, answers read along, comparisons, the identity of what
-was measured.
+"""What measurements need of an engine: prefills and their logits, answers read along, comparisons.
 
 :meth:`~cacheclip_rag.engine.CacheClipEngine.prefill` gives a :class:`Prefilled`: logits of the prompt's last token, and
 the KV from which :func:`greedy` decodes and :func:`read_along` reads a given answer.
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from ..chunks.caches import ChunkCaches as ChunkCaches
     from ..guards.certificates import Certificates as Certificates
     from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
-    from ..guards.identity import Identity as Identity, differences as differences
     from ..plan.plan import KVSources as KVSources, Prediction as Prediction
     from ..prompt.known_kv import choose_rows as choose_rows, known_kv as known_kv
     from ..prompt.layout import lay_out as lay_out
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from ..selection.auxiliary_pass import pack_chunks as pack_chunks, question_ids as question_ids
     from .engines import (
         auxiliary_caches as auxiliary_caches,
-        identity_of as identity_of,
         prefix_caches as prefix_caches,
         stock_attention as stock_attention,
         use_heads as use_heads,
@@ -52,7 +49,6 @@ __getattr__, __all__ = late_names(
         "..chunks.caches": "ChunkCaches",
         "..guards.certificates": "Certificates",
         "..guards.fidelity": "greedy kl_divergence read_along",
-        "..guards.identity": "Identity differences",
         "..plan.plan": "KVSources Prediction",
         "..prompt.known_kv": "choose_rows known_kv",
         "..prompt.layout": "lay_out",
@@ -62,6 +58,6 @@ __getattr__, __all__ = late_names(
         "..runtime.transformers.model": "ModelRuntime",
         "..runtime.transformers.twin": "fill_weights shrunk_config tiny_model",
         "..selection.auxiliary_pass": "pack_chunks question_ids",
-        "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),
+        "engines": ("auxiliary_caches prefix_caches stock_attention use_heads"),
     },
 )

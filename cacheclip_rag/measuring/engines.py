@@ -1,4 +1,4 @@
-"""What a measurement looks at in an engine: its models, their chunk caches, the identity of a combination."""
+"""What a measurement looks at in an engine: its models and their chunk caches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from typing import Any
 from ..answering.turns import turns_of
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
-from ..guards.identity import Identity
-from ..methods.base import Method
 from ..runtime.transformers.model import ModelRuntime
 from ..selection.heads import HeadSet
-
-
-def identity_of(engine: CacheClipEngine, method: Method) -> Identity:
-    """Everything that can change an answer of this engine with this method, but its ratio and gate. Loads the models
-    that the method needs."""
-    return engine.parts.certificates.identity(method)
 
 
 def prefix_caches(engine: CacheClipEngine) -> ChunkCaches:

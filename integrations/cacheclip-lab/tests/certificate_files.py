@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_lab.certificates import FORMAT_VERSION, THRESHOLDS, Guarantee, Verdicts, certificate_path
+from cacheclip_lab.certificates.identity import Identity
 from cacheclip_lab.certificates.verdicts import GateVerdict, RatioVerdict
 
-from cacheclip_rag.measuring import Identity
 from cacheclip_rag.plugins import json_digest, write_json
 
 GATE = (GateVerdict(0.0, "faithful"), GateVerdict(0.1, "faithful"), GateVerdict(1.0, "exact"))

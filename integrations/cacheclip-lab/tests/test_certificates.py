@@ -3,7 +3,7 @@
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import cacheclip_lab.certificates.promise as promises
 import cacheclip_lab.certificates.verdicts as certificates
 import pytest
+from cacheclip_lab.certificates.identity import Identity
 from cacheclip_lab.certificates.promise import Guarantee, PromisedGate, PromiseWatch
 from cacheclip_lab.certificates.verdicts import THRESHOLDS, RatioVerdict, Verdicts, find_certificate
 from certificate_files import save, verdicts_for
@@ -24,7 +25,6 @@ from cacheclip_rag import (
     ModelError,
     SamplingParams,
 )
-from cacheclip_rag.measuring import Identity
 from cacheclip_rag.methods import Recompute, preset
 from cacheclip_rag.models import load_model
 from cacheclip_rag.selection import AuxiliaryAttention, Budget
@@ -297,16 +297,20 @@ class TestPromise:
     """What comparisons say about the promise of a certificate."""
 
     @pytest.fixture
-    def promising(self, make: Make, tiny_models: Models, monkeypatch: Patch) -> Make:
+    def promising(self, make: Make, tiny_models: Models, monkeypatch: Patch) -> Iterator[Make]:
         """Engines that have one. Their answers do not end early."""
         monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
+        engines = list[CacheClipEngine]()
 
         def build(**options: Any) -> CacheClipEngine:
             engine: CacheClipEngine = make(stored=CHUNKS, shadow_rate=1.0, **options)
+            engines.append(engine)
             save(certificate_for(engine, guarantee=KEPT_UNGATED))
             return engine
 
-        return build
+        yield build
+        for engine in engines:
+            engine.close()
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("requires", [False, True])

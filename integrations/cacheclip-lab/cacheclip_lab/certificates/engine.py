@@ -10,6 +10,7 @@ from cacheclip_rag import EngineConfig, Plan
 from cacheclip_rag.measuring import Certificates, KVSources
 from cacheclip_rag.methods import Method
 
+from .identity import Identity, make_identity
 from .promise import PromiseWatch
 from .verdicts import check_certificate, find_certificate, no_promise
 
@@ -26,6 +27,10 @@ class EngineCertificates(Certificates):
         self._covered: set[tuple[type, str]] = set()
         """Checked methods by type and settings."""
         self._watch = PromiseWatch()
+
+    def identity(self, method: Method) -> Identity:
+        """Identity that a certificate needs to cover these models with this method."""
+        return make_identity(self.config, method, self.kv_sources(method))
 
     def may_be(self, method: Method) -> Callable[[float], bool] | None:
         certificate, _ = find_certificate(self.identity(method))

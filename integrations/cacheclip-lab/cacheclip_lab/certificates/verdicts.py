@@ -1,6 +1,6 @@
 """Reads a certificate, the result of ``cacheclip certify`` for a pair of models.
 
-A certificate is valid for one :class:`~cacheclip_rag.measuring.Identity`. It is a file in the cache folder. Its digest
+A certificate is valid for one :class:`~.identity.Identity`. It is a file in the cache folder. Its digest
 detects damage, not forgery, so protect the folder by permissions.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CertificateError, EngineConfig
-from cacheclip_rag.measuring import Identity, differences
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import cache_home, json_digest
 
+from .identity import Identity, differences
 from .promise import Guarantee
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CertificateError
-from cacheclip_rag.measuring import Identity
 from cacheclip_rag.plugins import atomic_path, cache_home, json_digest, write_json
 
 from ..certificates import FORMAT_VERSION, Guarantee, Verdicts, certificate_path, read_certificate
+from ..certificates.identity import Identity
 
 logger = logging.getLogger(__name__)
 

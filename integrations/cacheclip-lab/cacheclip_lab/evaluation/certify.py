@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats
-from cacheclip_rag.measuring import Identity, identity_of
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 
 from ..certificates import THRESHOLDS
+from ..certificates.identity import Identity, identity_of
 from .certificate import Certificate, EditFigures, GateFigures, RatioFigures, TurnFigures, check_writable
 from .conversations import TurnOutcome, converse, questions_of
 from .edits import EditOutcome, edits, measured_edits

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import ConfigurationError, EngineConfig
-from cacheclip_rag.measuring import Identity, differences
 from cacheclip_rag.methods import Method, preset
 
 from ..certificates import Guarantee, PromisedGate
+from ..certificates.identity import Identity, differences
 from .answering import FULL
 from .journal import METHODS, read_journal
 from .lab import Lab, PlannedRun

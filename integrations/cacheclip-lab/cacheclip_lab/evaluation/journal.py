@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.measuring import differences
 from cacheclip_rag.plugins import atomic_path
 
+from ..certificates.identity import differences
 from .records import Record
 from .results import ItemResult
 

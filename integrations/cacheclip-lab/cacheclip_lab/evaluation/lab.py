@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Segment
-from cacheclip_rag.measuring import identity_of
 from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset, reads_kv
 from cacheclip_rag.models import concrete, loader_of
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.runtime import Runtime
 from cacheclip_rag.selection import load_named
 
+from ..certificates.identity import identity_of
 from ..variants import AGAIN, REORDERED
 from .answering import (
     FULL,

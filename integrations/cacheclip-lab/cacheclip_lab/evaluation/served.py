@@ -21,6 +21,7 @@ from cacheclip_rag.measuring import confidence, kl_divergence
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.plugins import progress_bar
 
+from ..certificates.identity import identity_of
 from . import certify as common
 from .certificate import Certificate, check_writable
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens
@@ -84,7 +85,7 @@ def certify_vllm(
                 outcomes[ratio].append(_measure(session, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-        identity = session.planner.parts.certificates.identity(methods[max(methods)])
+        identity = identity_of(session.planner, methods[max(methods)])
     return common.certificate_of(
         config,
         given,

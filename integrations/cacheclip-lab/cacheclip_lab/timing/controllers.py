@@ -15,6 +15,7 @@ from cacheclip_rag.measuring import Certificates, KVSources, RatioChooser
 from cacheclip_rag.methods import Method
 from cacheclip_rag.runtime import Runtime
 
+from ..certificates.identity import make_identity
 from ..machine import unit_name
 from .controller import Controller, Profile, find_profile
 
@@ -73,7 +74,7 @@ class Controllers(RatioChooser):
     def profile_identity(self, method: Method) -> dict[str, Any]:
         """What a profile needs to hold for these models with this method: weights, settings, versions, processors."""
         return {
-            **asdict(self._certificates.identity(method)),
+            **asdict(make_identity(self._certificates.config, method, self._certificates.kv_sources(method))),
             "processors": [unit_name(each.device) for each in self._runtimes()],
             "threads": torch.get_num_threads(),
         }

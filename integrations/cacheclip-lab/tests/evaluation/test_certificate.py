@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.certificates import THRESHOLDS, Guarantee, PromisedGate
+from cacheclip_lab.certificates.identity import Identity
 from cacheclip_lab.certificates.verdicts import find_certificate
 from cacheclip_lab.evaluation.certificate import (
     Certificate,
@@ -20,7 +21,6 @@ from cacheclip_lab.evaluation.certificate import (
 from cacheclip_testing import FakeRuntime
 
 from cacheclip_rag import CacheClipEngine, CertificateError
-from cacheclip_rag.measuring import Identity
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models import register_runtime
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
-from ..base.keys import json_digest
-from ..base.version import __version__
-from ..chunks.caches import ChunkCaches
-from ..chunks.context import ChunkContext
-from ..config import EngineConfig
-from ..methods.base import Method
-from ..methods.settings import describe
-from ..models.load import concrete
-from ..selection.auxiliary_pass import AuxiliaryPass
+from cacheclip_rag import EngineConfig, __version__
+from cacheclip_rag.measuring import KVSources
+from cacheclip_rag.methods import Method, describe
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import json_digest
+
+if TYPE_CHECKING:
+    from cacheclip_rag import CacheClipEngine
+    from cacheclip_rag.planning import PlanningEngine
 
 TOLD_OTHERWISE = frozenset(
     ("primary", "auxiliary", "method", "chunk_context", "dtype", "device", "auxiliary_device", "codec")
@@ -99,10 +99,15 @@ class Identity:
         return _plain({**self.method_settings, **describe(method)})
 
 
-def identity_of(
-    config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryPass | None, context: ChunkContext
-) -> Identity:
-    """Identity of an engine with these settings, models, method and chunk context."""
+def identity_of(engine: CacheClipEngine | PlanningEngine, method: Method) -> Identity:
+    """Everything that can change an answer of this engine with this method, but its ratio and gate. Loads the models
+    that the method needs."""
+    return make_identity(engine.config, method, engine.parts.kv_sources(method))
+
+
+def make_identity(config: EngineConfig, method: Method, kv_sources: KVSources) -> Identity:
+    """Identity of an engine with these settings and this method, whose KV has these sources."""
+    primary, scorer, context = kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context
     auxiliary = scorer.caches if scorer else None
     described = {**describe(method.at(0.0) if method.has_ratio else method), "chunk_context_sha256": context.sha256}
     del described["chunk_context"]  # the digest of the context identifies it

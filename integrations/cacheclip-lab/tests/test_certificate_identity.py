@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import cacheclip_lab.certificates.identity as identities
 import pytest
 import torch
 import transformers
+from cacheclip_lab.certificates.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, make_identity
 
-import cacheclip_rag.guards.identity as identities
 from cacheclip_rag import CacheClipEngine, CallOptions, EngineConfig
-from cacheclip_rag.guards.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, identity_of
 from cacheclip_rag.methods import Method
 from cacheclip_rag.models import weights_digest
-from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.selection import HeadSet
 from tests.conftest import TINY_MODELS, Make, Models, Patch, build_model
 
 
@@ -94,7 +94,7 @@ class TestSettings:
         def found(added: int) -> Identity:
             own = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
             config = More(**own, added=added)
-            return identity_of(config, method, parts.prefix_caches, parts.auxiliary, parts.primary.context)
+            return make_identity(config, method, parts)
 
         assert changed(found(1), found(2)) == {"settings"}
         assert differences(found(1).of_engine, found(2).of_engine) == {"added": "1"}
