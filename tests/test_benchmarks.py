@@ -160,12 +160,17 @@ def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert first["ordered"]["text"] == first["full"]["text"] == second["ordered"]["text"] != second["full"]["text"]
 
 
+SLOWER = "it was slower than plain prefill"
+
+
 @pytest.mark.long
 def test_negative(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("negative", monkeypatch)
-    monkeypatch.setattr(module, "SLOWER", 1000.0)  # times of tiny models mean nothing
     found = run("negative", "--prompts", "3", "--words", "60", may_fail=True)
-    assert found.pop("broken") == [] and found["hi"]["outcomes"] == ["full", "prefix"]
+    assert {*found.pop("broken")} <= {SLOWER} and found["hi"]["outcomes"] == ["full", "prefix"]
+    for times, said in ((1.0, []), (2.0, [SLOWER]), (1.0, [])):  # of tiny models they mean nothing
+        found["nothing shared"]["over_plain"] = [times] * 3
+        assert module.broken(found, 99) == said
     planted = {
         ("nothing shared", "hits"): "a prompt that shares nothing found KV",
         ("nothing shared", "most_cached_tokens"): "it took more of earlier prompts than the chat template",

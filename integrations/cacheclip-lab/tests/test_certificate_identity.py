@@ -12,7 +12,6 @@ from typing import Any
 import cacheclip_lab.certificates.identity as identities
 import pytest
 import torch
-import transformers
 from cacheclip_lab.certificates.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, make_identity
 
 from cacheclip_rag import CacheClipEngine, CallOptions, EngineConfig
@@ -111,7 +110,8 @@ class TestSettings:
         assert {after.device, after.auxiliary_device} == {"meta", "cpu"} != {before.device, before.auxiliary_device}
 
     @pytest.mark.parametrize(
-        ("owner", "field"), [(transformers, "transformers"), (torch, "torch"), (identities, "cacheclip_rag")]
+        ("owner", "field"),
+        [(identities.transformers, "transformers"), (identities.torch, "torch"), (identities, "cacheclip_rag")],
     )
     def test_versions(self, make: Make, monkeypatch: Patch, owner: Any, field: str) -> None:
         before = identity(make())
