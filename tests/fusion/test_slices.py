@@ -39,7 +39,7 @@ class InSlices:
 
     def _pause(self, done: int, work: int) -> None:
         if done and len(self.pauses) <= 1:  # once: to look at all objects of a long run takes a second
-            assert held() == self._held, "a prompt that waits holds its cache alone"
+            assert held() <= self._held, "a prompt that waits holds its cache alone"  # others may have gone
         self.pauses.append((done, work))
 
     @torch.inference_mode()
