@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 MOST_FILES, MOST_FUNCTIONS = 49, 322
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 17_564
+MOST_CODE = 17_566
 """Lines of the core without imports, docstrings, comments and blank lines."""
 MOST_LARGE = (12, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""

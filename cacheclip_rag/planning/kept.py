@@ -21,7 +21,7 @@ from ..runtime.kv_blocks import LEAST_RUN
 
 if TYPE_CHECKING:
     from ..answering.parts import Parts
-    from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.planning import PlanningRuntime
     from .prompts import PlannedPrompt
 
 BLOCK_TOKENS = 16
@@ -107,10 +107,9 @@ class KeptPrompts:
             return
         names, first = kept_keys(about, ids), -(-start // BLOCK_TOKENS)
         keys = [None if number < first else key for number, key in enumerate(names)]
-        primary = cast("ModelRuntime", self._parts.models.runtime)
-        token_bytes = 2 * primary.num_layers * primary.num_kv_heads * primary.head_dim * primary.dtype.itemsize
+        primary = cast("PlanningRuntime", self._parts.models.runtime)
         ids = ids[: len(keys) * BLOCK_TOKENS]
-        self._prompt_cache.insert(ids, _Names(keys, token_bytes))
+        self._prompt_cache.insert(ids, _Names(keys, primary.kv_token_bytes))
         with self._prompt_cache.match(ids) as match:
             blocks: Sequence[Any] = match.parts[0].blocks if match.parts else ()
             for block, key in zip(blocks, keys, strict=False):

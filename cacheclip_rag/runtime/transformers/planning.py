@@ -6,6 +6,7 @@ keys of the store are those of the loaded model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, replace
@@ -88,6 +89,11 @@ class PlanningRuntime(ModelRuntime):
         self.layer_devices[:] = [self.device] * self.num_layers
         if verdict_of_twin(self, ModelRuntime) is None:
             raise _unplanned(model, name, "no tiny model can be made")
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of a token's KV in the model's dtype."""
+        return math.prod(self.kv_shape(1)) * self.dtype.itemsize
 
     def _refuse(self) -> NoReturn:
         raise ModelError(

@@ -44,8 +44,7 @@ class KeptBlocks:
 
     def __init__(self, max_bytes: int, runtime: PlanningRuntime) -> None:
         """``max_bytes``: of all workers together."""
-        per_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
-        self._most = max_bytes // (per_token * BLOCK_TOKENS)
+        self._most = max_bytes // (runtime.kv_token_bytes * BLOCK_TOKENS)
         self._blocks: OrderedDict[str, str] = OrderedDict()
         """Tenants by key, the least recently used first."""
         self._abouts: dict[str, str] = {}

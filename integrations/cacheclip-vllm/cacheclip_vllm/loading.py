@@ -185,9 +185,7 @@ class Loader:
                 each.entries = self._read(each.load.plan)
 
     def _num_bytes(self, plan: FusionPlan) -> int:
-        runtime = self._runtime
-        of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
-        return of_token * sum(piece.num_tokens for piece in plan.used_pieces)
+        return self._runtime.kv_token_bytes * sum(piece.num_tokens for piece in plan.used_pieces)
 
     def _passes(self, each: _UnderWay) -> deque[Pass]:
         load = each.load
