@@ -4,8 +4,8 @@
     python benchmarks/store_attack.py kill --kills 300 --seed 7
 
 Every attack states its promise, shows hits in a control without damage, and prints its seed. The exit code is 1 if a
-promise was broken. Real files and real processes; answers come from the fake runtime, which refuses KV of another text,
-and from tiny models. Runs on Linux. Figures depend on what else the machine does.
+promise was broken. Real files and real processes; answers come from the fake runtime, which refuses KV of another text.
+Runs on Linux. Figures depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
 import sqlite3
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-import tracemalloc
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -43,37 +39,28 @@ from typing import Any
 
 import psutil
 import torch
-import xxhash
 from cacheclip_care import CatalogCare, clear, collect_garbage, repair, verify
-from cacheclip_ingest import Library, LibrarySettings, check_library, library as documents, repair_library
+from cacheclip_ingest import Library, LibrarySettings, library as documents
 from cacheclip_shared.object_storage import s3_server
-from cacheclip_testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
+from cacheclip_testing import TINY_MODELS, FakeRuntime, build_model
 from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.measuring import processor_name
-from cacheclip_rag.models import load_model, register_runtime
+from cacheclip_rag.models import register_runtime
 from cacheclip_rag.plugins import main as main_of_cli
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
     CATALOG_FILE,
-    Catalog,
     ChunkStore,
     FormatError,
-    ReadBuffer,
     TenantStore,
     chunk_key,
     decode_frame,
     encode_frame,
-    text_row,
 )
 from cacheclip_rag.store.catalog import VERSION
 
-SHAPE = (24, 2, 2, 512, 64)
-"""KV of 512 tokens of Qwen2.5-Coder-0.5B."""
-HEAD = "file_path: /data/annual-report.pdf\npage_label: 7\nsection: results\n\n" * 5
-"""A head longer than the part of a text from which its anchor is chosen, as metadata headers are."""
 QUESTION = "\n\nWhat does the keeper write?"
 SHORT = SamplingParams(max_tokens=2)
 
@@ -138,247 +125,6 @@ def disk_bytes(folder: Path) -> int:
                     status = os.lstat(os.path.join(place, file))
                     found[status.st_ino] = status.st_blocks * 512
     return sum(found.values())
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum, in milliseconds."""
-    ordered = sorted(seconds)
-    return {
-        "median_ms": round(1000 * statistics.median(ordered), 3),
-        "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
-        "max_ms": round(1000 * ordered[-1], 3),
-    }
-
-
-# -- read -----------------------------------------------------------------------------------------------------------
-
-
-def attack_read(args: argparse.Namespace, folder: Path) -> Result:
-    """A checked read of a chunk from warm disk takes at most 1.5 times a plain read of its bytes; or, where that is
-    more, at most 0.3 ms more than the read and the checksums of its layers: the catalog is asked, folders are opened
-    and a header is parsed, whatever the size. int8 takes at most 0.53 of the bytes of bfloat16, and at most 1.5 times
-    its time to the assembled cache."""
-    result = Result(inspect.getdoc(attack_read) or "")
-    tenant = TenantStore(ChunkStore.open(folder / "store"), "t")
-    names = ("float32", "bfloat16", "int8")
-    spec = tiny_spec("qwen2", hidden_size=128, num_attention_heads=2, num_hidden_layers=SHAPE[0])
-    del spec["head_dim"]
-    runtime = load_model(str(build_model(folder / "model", spec)))
-    kv = torch.randn(SHAPE, generator=torch.Generator().manual_seed(args.seed))
-    keys = {name: key_of("t", number) for number, name in enumerate(names)}
-    for name, key in keys.items():
-        tenant.put(key, kv, name)
-    stored = tenant.get(keys["float32"])
-    result.control(int(stored is not None and torch.equal(stored.tensor(), kv)))
-    paths = {name: next((folder / "store").glob(f"kv/*/{key}.kv")) for name, key in keys.items()}
-    buffer, cache = ReadBuffer(), runtime.new_cache(SHAPE[3])
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-
-    def plain(name: str) -> None:
-        with open(paths[name], "rb") as file:
-            file.read()
-
-    def summed(name: str) -> None:
-        """The floor: the bytes are read, and each layer's checksum is made."""
-        with open(paths[name], "rb") as file:
-            data = memoryview(file.read())
-        size = len(data) // SHAPE[0]
-        for number in range(SHAPE[0]):
-            xxhash.xxh3_128_hexdigest(data[number * size : (number + 1) * size])
-
-    def checked(name: str) -> Any:
-        found = tenant.get(keys[name], buffer)
-        assert found is not None, "it was stored"
-        return found
-
-    def assembled(name: str) -> None:
-        cache.fill(checked(name), slot=0, position=100)
-
-    ways: dict[str, Callable[[str], object]] = {
-        "plain": plain,
-        "summed": summed,
-        "checked": checked,
-        "assembled": assembled,
-    }
-    for number in range(args.repeats + 3):  # the first repeats warm up
-        for name in names:
-            for way in (
-                "plain",
-                "assembled",
-                "summed",
-                "assembled",
-                "checked",
-            ):  # each finds the processor's caches full
-                started = time.perf_counter()
-                ways[way](name)
-                if number >= 3:
-                    seconds[name].setdefault(way, []).append(time.perf_counter() - started)
-    result.figures["processor"] = processor_name()
-    of = {name: {way: statistics.median(times) for way, times in seconds[name].items()} for name in names}
-    for name in names:
-        ratio = statistics.median(
-            one / other for one, other in zip(seconds[name]["checked"], seconds[name]["plain"], strict=True)
-        )
-        milliseconds = {f"{way}_ms": round(1000 * median, 2) for way, median in of[name].items()}
-        result.figures[name] = {
-            **milliseconds,
-            "bytes": paths[name].stat().st_size,
-            "checked_to_plain": round(ratio, 2),
-        }
-        more = statistics.median(
-            one - other for one, other in zip(seconds[name]["checked"], seconds[name]["summed"], strict=True)
-        )
-        result.figures[name]["more_than_summed_ms"] = round(1000 * more, 3)
-        result.expect(
-            ratio <= 1.5 or more <= 3e-4,
-            f"a checked read of {name} takes {ratio:.2f} times a plain read, and {1000 * more:.2f} ms more than the "
-            "read and its checksums",
-        )
-    size = paths["int8"].stat().st_size / paths["bfloat16"].stat().st_size
-    whole = of["int8"]["assembled"] / of["bfloat16"]["assembled"]
-    result.figures |= {"int8_to_bfloat16_bytes": round(size, 3), "int8_to_bfloat16_assembled": round(whole, 2)}
-    result.expect(size <= 0.53, f"int8 takes {size:.3f} of the bytes of bfloat16")
-    result.expect(whole <= 1.5, f"int8 takes {whole:.2f} times as long as bfloat16 to the assembled cache")
-    tenant.close()
-    return result
-
-
-# -- a million entries ----------------------------------------------------------------------------------------------
-
-
-def fill_catalog(folder: Path, rng: random.Random, count: int, tenants: Sequence[str], *, texts: bool = False) -> None:
-    """Add entries without payloads to a store, of 1 to 4 blocks each; with ``texts``, each has a text, of which half
-    share a head."""
-    catalog = Catalog(folder)
-    catalog.set_complete()
-    catalog.close()
-    connection = sqlite3.connect(folder / CATALOG_FILE, isolation_level=None)
-    connection.execute("PRAGMA synchronous = OFF")
-    connection.execute("PRAGMA cache_size = -400000")
-    found = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
-    connection.execute("BEGIN")
-    for name, _ in found:
-        connection.execute(f"DROP TRIGGER {name}")
-    step = 2**256 // count
-    digests = [rng.randbytes(16) for _ in range(count)]
-    connection.executemany(
-        "INSERT INTO entries VALUES (?, ?, ?, ?, 16, 'float32', ?)",
-        (
-            (f"{number * step + rng.getrandbits(200):064x}", tenants[number % len(tenants)], digests[number],
-             4096 * rng.randrange(1, 5), number * 7919 % count)
-            for number in range(count)
-        ),
-    )  # fmt: skip
-    if texts:
-        row = text_row(HEAD + text_of(rng, 800))
-        assert row is not None
-        connection.executemany(
-            "INSERT INTO texts (namespace, digest, reach, anchor, start, length, ending, whole) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                (tenants[number % len(tenants)], digest, row.reach, row.anchor if number % 2 else _hash(rng), row.start,
-                 rng.randrange(800, 1600), _hash(rng), _hash(rng))
-                for number, digest in enumerate(digests)
-            ),
-        )  # fmt: skip
-    for _, sql in found:
-        connection.execute(sql)
-    connection.execute("UPDATE meta SET value = ? WHERE name = 'uses'", (count,))
-    connection.execute("COMMIT")
-    connection.close()
-    CatalogCare(catalog.database).count_again()
-    catalog.close()
-
-
-def _hash(rng: random.Random) -> int:
-    return rng.getrandbits(64) - 2**63
-
-
-def attack_evict(args: argparse.Namespace, folder: Path) -> Result:
-    """A put that evicts takes less than 5 ms (median) in a full store of a million entries."""
-    result = Result(inspect.getdoc(attack_evict) or "")
-    rng = random.Random(args.seed)
-    folder.mkdir(exist_ok=True)
-    tenants = [f"t{number}" for number in range(args.tenants)]
-    fill_catalog(folder, rng, args.entries, tenants)
-    store = ChunkStore.open(folder)
-    total = store.catalog.total()
-    assert total.entries == args.entries
-    store.set_limit(total.bytes)
-    kv = torch.zeros(1, 2, 1, 20, 64)  # three blocks
-    tenant = TenantStore(store, tenants[0])
-    first = store.stats().tiers[-1].evictions
-    seconds = []
-    for number in range(args.puts):
-        started = time.perf_counter()
-        assert tenant.put(key_of(tenants[0], number), kv, "float32")
-        seconds.append(time.perf_counter() - started)
-    hits = sum(tenant.get(key_of(tenants[0], number)) is not None for number in range(args.puts - 10, args.puts))
-    evicted = store.stats().tiers[-1].evictions - first
-    result.control(hits if evicted else 0, "hits or evictions")
-    result.figures |= {"entries": args.entries, "tenants": args.tenants, "evicted": evicted, **spread(seconds)}
-    counted, kept = CatalogCare(store.catalog.database).counted(), store.catalog.total()
-    result.expect(counted == store.catalog.tenants(), "the totals of tenants are not those that are counted anew")
-    result.expect(kept.bytes <= total.bytes, f"{kept.bytes} bytes are stored, the limit is {total.bytes}")
-    result.expect(result.figures["median_ms"] < 5, f"a put that evicts takes {result.figures['median_ms']} ms")
-    store.close()
-    return result
-
-
-def attack_million(args: argparse.Namespace, folder: Path) -> Result:
-    """A new process answers its first question over a million texts and entries in less than a second, without the
-    time to import and to load models."""
-    result = Result(inspect.getdoc(attack_million) or "")
-    rng = random.Random(args.seed)
-    engine = fake_engine(folder)
-    chunks = [(HEAD if number % 2 else "") + text_of(rng, 900) for number in range(8)]
-    engine.precompute(chunks)
-    engine.close()
-    fill_catalog(folder, rng, args.entries, ["default", "other"], texts=True)
-    prompt = folder / "prompt.txt"
-    prompt.write_text("\n\n".join(chunks) + QUESTION)
-    for name in ("warm", "cold"):
-        found = json.loads(
-            subprocess.run(
-                [
-                    sys.executable,
-                    __file__,
-                    "answer",
-                    "--store",
-                    folder,
-                    "--prompt",
-                    prompt,
-                    *["--cold"][: name == "cold"],
-                ],
-                stdout=subprocess.PIPE,
-                check=True,
-            ).stdout
-        )
-        result.figures[name] = found
-        result.control(found["hits"])
-        result.expect(found["hits"] == len(chunks), f"{found['hits']} of {len(chunks)} chunks were found")
-        result.expect(found["first_answer_s"] < 1, f"the first answer takes {found['first_answer_s']} s ({name})")
-    result.figures |= {"entries": args.entries, "catalog_bytes": (folder / CATALOG_FILE).stat().st_size}
-    return result
-
-
-def answer(store: Path, prompt: Path, cold: bool) -> None:
-    """Answer one question in this process, and say how long it took."""
-    if cold:
-        for path in store.glob(f"{CATALOG_FILE}*"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    started = time.perf_counter()
-    engine = fake_engine(store)
-    found = engine.generate(prompt.read_text(), SHORT)
-    first = time.perf_counter() - started
-    started = time.perf_counter()
-    engine.generate(prompt.read_text(), SHORT)
-    second = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    figures = {"first_answer_s": round(first, 3), "second_answer_s": round(second, 3), "memory_mb": round(peak)}
-    print(json.dumps({**figures, "hits": found.stats.hits}))
 
 
 # -- processes that write ---------------------------------------------------------------------------------------------
@@ -607,7 +353,7 @@ def attack_kill(args: argparse.Namespace, folder: Path) -> Result:
         die_between(where, rng.randrange(KEPT, KEPT + 20))
         found["kills"] += 1
         _look(where, limit, args.keys, found, result)
-        if result.broken and not args.go_on:
+        if result.broken:
             break
     count, wrong = logged(folder)
     result.broken += wrong
@@ -923,221 +669,6 @@ def attack_faults(args: argparse.Namespace, folder: Path) -> Result:
     return result
 
 
-# -- folders and catalogs of others -----------------------------------------------------------------------------------
-
-
-ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
-ROWS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 200000) INSERT INTO"
-HOSTILE_SQL = (
-    f"DROP TABLE totals; CREATE VIEW totals AS {ENDLESS} 'x' AS namespace, i AS entries, i AS bytes FROM n;",
-    f"DROP TABLE writes; CREATE VIEW writes AS {ENDLESS} i AS id, 'k' AS key, 't' AS namespace, 1 AS bytes, "
-    "'' AS writer FROM n;",
-    f"DROP TABLE contents; CREATE VIEW contents AS {ENDLESS} i AS id, 'default' AS namespace, x'' AS digest, "
-    "x'' AS text FROM n;",
-    f"CREATE TRIGGER more AFTER INSERT ON entries BEGIN INSERT INTO meta {ENDLESS} i, 1 FROM n; END;",
-    f"CREATE TRIGGER more AFTER UPDATE ON entries BEGIN INSERT INTO meta {ENDLESS} i, 1 FROM n; END;",
-    "CREATE TRIGGER more BEFORE DELETE ON writes BEGIN SELECT RAISE(IGNORE); END;",
-    "INSERT INTO writes (key, namespace, bytes, writer) VALUES ('k', 't', 1, '../../precious'), "
-    "('k', 't', 1, '/etc/x'), ('k', 't', 1, '**'), ('../../precious', 't', 1, '*'), (x'ff', x'ff', 1, x'ff');",
-    "INSERT INTO entries VALUES ('../../precious', 'default', x'', 1, 1, 'x', 0), ('*', 'default', x'', 1, 1, 'x', 0);",
-    f"{ROWS} quotas SELECT 'q' || i, 1 FROM n;",
-    f"{ROWS} writes SELECT i, 'k', 't', 0, printf('%032x', i) FROM n;",
-    "UPDATE contents SET text = zeroblob(100000000) WHERE id = 1;",
-    "ALTER TABLE entries ADD COLUMN more BLOB DEFAULT (zeroblob(100000000));",
-    "CREATE INDEX more ON entries (length(hex(zeroblob(10000000))));",
-    "CREATE VIRTUAL TABLE more USING fts5 (text);",
-    "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = 'CREATE TABLE entries (' WHERE name = 'entries';",
-    "PRAGMA writable_schema = ON; UPDATE sqlite_master SET rootpage = 3;",
-)
-"""What somebody else may have written into a catalog."""
-LINKS = (
-    "kv",
-    "tmp",
-    "writers",
-    "unknown",
-    "kv/*",
-    "kv/*/*",
-    CATALOG_FILE,
-    *(f"{name}{ending}" for name in (CATALOG_FILE, documents.FILE_NAME) for ending in ("-wal", "-journal", ".damaged")),
-    f"{CATALOG_FILE}.damaged-wal",
-    documents.FILE_NAME,
-)
-"""What may be a link, a pipe or a file."""
-
-
-def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
-    """Whatever a store folder holds (links, pipes, files in place of folders, catalogs of others), nothing outside it
-    changes, nothing hangs, an engine answers, and repair leaves a clean store."""
-    result = Result(inspect.getdoc(attack_folders) or "")
-    rng, found = random.Random(args.seed), Counter[str]()
-    scene = Scene.make(folder, rng)
-    logging.getLogger("cacheclip_rag").setLevel(logging.CRITICAL)
-    outside, slowest = folder / "precious", (0.0, "")
-    for number in range(args.folders):
-        scene.restore()
-        _remove(outside)
-        shutil.copytree(scene.copy, outside)  # looks as a store does
-        (outside / ("0" * 32)).write_bytes(b"precious")
-        (outside / f"{'0' * 32}-abcd").write_bytes(b"precious")
-        what = " and ".join([_prepare(scene, outside, rng) for _ in range(rng.choice((1, 1, 2, 3)))])
-        before = _contents(outside)  # only now: what is hostile may lead there
-        found["folders"] += 1
-        for name, use in _USES.items():
-            started = time.perf_counter()
-            code, said = in_a_child(lambda use=use: use(scene))
-            seconds = time.perf_counter() - started
-            result.expect(code == 0, f"{number} ({what}): {name}: {said}")
-            result.expect(seconds < 30, f"{number} ({what}): {name} took {seconds:.0f} s")
-            slowest = max(slowest, (round(seconds, 1), f"{name} of {what}"))
-            changed = {path for path, content in _contents(outside).items() if before.get(path) != content}
-            gone = before.keys() - _contents(outside).keys()
-            result.expect(not changed | gone, f"{number} ({what}): {name} changed {sorted(changed | gone)} outside")
-            found["uses"] += 1
-        left = verify(scene.store)
-        left.problems += check_library(scene.store)
-        result.expect(left.is_clean, f"{number} ({what}): verify finds after repair {_summary(left)}")
-        engine = fake_engine(scene.store)
-        engine.precompute(scene.texts)
-        found["hits"] += engine.generate("\n\n".join(scene.texts) + QUESTION, SHORT).stats.hits
-        engine.close()
-    logging.getLogger("cacheclip_rag").setLevel(logging.WARNING)
-    result.control(found["hits"])
-    result.figures |= {**found, "slowest": slowest}
-    return result
-
-
-def _prepare(scene: Scene, outside: Path, rng: random.Random) -> str:
-    """Make the store hostile; returns how."""
-    if rng.random() < 0.4 and scene.catalog.is_file():
-        statement = rng.choice(HOSTILE_SQL)
-        connection = sqlite3.connect(scene.catalog, isolation_level=None)
-        with contextlib.suppress(sqlite3.Error):  # of a catalog that is hostile already
-            connection.executescript(statement)
-        connection.close()
-        return statement[:70]
-    name = rng.choice(LINKS)
-    path = scene.store / name
-    if "*" in name:
-        path = rng.choice([*sorted(scene.store.glob(name)), scene.store / "kv"])
-    _remove(path)
-    kind = rng.choice(("link", "link", "link", "link to itself", "pipe", "file", "folder"))
-    if kind == "link":
-        target = rng.choice(
-            (outside, outside / name.replace("*", path.name), outside / "nowhere", outside / ("0" * 32))
-        )
-        path.symlink_to(target)
-        return f"{name}: link to {target.relative_to(outside.parent)}"
-    if kind == "link to itself":
-        path.symlink_to(path)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "file":
-        path.write_bytes(b"x")
-    else:
-        path.mkdir()
-    return f"{name}: {kind}"
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def _ask(scene: Scene) -> None:
-    engine = fake_engine(scene.store)
-    engine.generate("\n\n".join(scene.texts) + QUESTION, SHORT, documents=scene.texts)
-    engine.close()
-
-
-_USES: dict[str, Callable[[Scene], object]] = {
-    "ask": _ask,
-    "verify": lambda scene: verify(scene.store),
-    "gc": lambda scene: collect_garbage(scene.store),
-    "documents": lambda scene: Library(scene.store).documents(),
-    "repair": lambda scene: (repair(scene.store), repair_library(scene.store)),
-}
-
-
-# -- tenants and hostile texts ----------------------------------------------------------------------------------------
-
-
-def attack_tenants(args: argparse.Namespace, folder: Path) -> Result:
-    """A tenant that floods the store changes no other tenant's hits."""
-    result = Result(inspect.getdoc(attack_tenants) or "")
-    kv = torch.zeros(1, 2, 1, 20, 64)
-    size = -(-len(encode_frame(kv, "float32", "0" * 64, namespace="t100")) // 4096) * 4096
-    hits = {}
-    for flood in (False, True):
-        rng = random.Random(args.seed)
-        limit = int(1.5 * args.tenants * args.chunks * size)
-        store = ChunkStore.open(folder / f"flood-{flood}", max_bytes=limit)
-        tenants = [TenantStore(store, f"t{number}") for number in range(args.tenants)]
-        flooding, number = TenantStore(store, "flood"), 0
-        for _ in range(args.rounds * args.tenants):
-            tenant, key = rng.choice(tenants), rng.randrange(args.chunks)
-            if tenant.get(key_of(tenant.namespace, key)) is None:
-                tenant.put(key_of(tenant.namespace, key), kv, "float32")
-            for _ in range(args.flood if flood else 0):
-                flooding.put(key_of("flood", number), kv, "float32")
-                number += 1
-        hits[flood] = [tenant.stats().hits for tenant in tenants]
-        result.figures["flood" if flood else "control"] = {
-            "hits": sum(hits[flood]),
-            "hit_rate": round(sum(hits[flood]) / (args.rounds * args.tenants), 4),
-            "written_to_limit": round(number * size / limit, 1),
-        }
-        store.close()
-    result.control(sum(hits[False]))
-    changed = sum(one != other for one, other in zip(hits[False], hits[True], strict=True))
-    result.expect(not changed, f"the flood changed the hits of {changed} of {args.tenants} tenants")
-    return result
-
-
-def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
-    """A search of a prompt of 8,000 characters takes at most 2 seconds and 256 MB, whatever texts are stored."""
-    result = Result(inspect.getdoc(attack_hostile) or "")
-    rng = random.Random(args.seed)
-    head, tail = text_of(rng, 1200), text_of(rng, 1200)
-    honest = [text_of(rng, 900) for _ in range(20)]
-    runs = ["-" * length for length in range(16, 16 + args.texts)]
-    alike = [f"{head}\n{number:06d}\n{tail}" for number in range(args.texts * 5)]
-    mixed = [f"{head}{'-' * number}{tail}" for number in range(args.texts)]
-    cases = {
-        "runs": (runs, "-" * 8000),
-        "runs, nearly": (runs, ("-" * 15 + "=") * 500),
-        "runs, cut": (runs, ("-" * 700 + "x") * 11),
-        "same ends": (alike, f"{head}\n{tail}\n" * 4),
-        "same ends, one of them": (alike, f"{head}\n000007\n{tail}\n" * 3),
-        "same ends, of any length": (mixed, (head + "-" * 300 + "+" + tail) * 3),
-    }
-    for number, (name, (texts, prompt)) in enumerate(cases.items()):
-        store = ChunkStore.open(folder / str(number))
-        index = TenantStore(store, "t").index
-        index.add([*texts, *honest])
-        control = len(index.find(" ".join(honest[:8])))
-        result.control(control)
-        tracemalloc.start()
-        index.find(prompt[:8000])
-        peak = tracemalloc.get_traced_memory()[1] / 1e6
-        tracemalloc.stop()
-        started = time.perf_counter()
-        matches = index.find(prompt[:8000])
-        seconds = time.perf_counter() - started
-        result.figures[name] = {"seconds": round(seconds, 3), "memory_mb": round(peak, 1), "matches": len(matches)}
-        result.expect(seconds <= 2, f"{name}: a search takes {seconds:.1f} s")
-        result.expect(peak <= 256, f"{name}: a search takes {peak:.0f} MB")
-        given = set(texts)
-        wrong = 0
-        for match in matches:
-            found = prompt[match.start : match.stop]
-            of = found if match.of is None else match.of
-            part = of[match.at : match.at + len(found)]
-            wrong += of not in given or "".join(part.split()) != "".join(found.split())
-        result.expect(not wrong, f"{name}: {wrong} matches are no stored texts or parts of them")
-        store.close()
-    return result
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -1424,43 +955,10 @@ def attack_damage(args: argparse.Namespace, folder: Path) -> Result:
         scene.restore()
         scene.rng = random.Random(f"{args.seed} library {number}")
         case.search(number)
-    if "model" in args.what and args.only is None:
-        _ask_model(args, folder / "models", result)
     result.expect(case.answers <= {right}, f"answers differ: {case.answers} instead of {right}")
     result.figures |= dict(sorted(case.found.items()))
     logging.getLogger("cacheclip_rag").removeHandler(stated)
     return result
-
-
-def _ask_model(args: argparse.Namespace, folder: Path, result: Result) -> None:
-    """Damage payloads of a tiny model, whose answer depends on which chunks are reused: it must be the answer of an
-    undamaged store that holds as many of them."""
-    texts, rng = SENTENCES[:2], random.Random(f"{args.seed} model")
-    model = str(build_model(folder / "model", TINY_MODELS["llama"]))
-    prompt = "\n\n".join(texts) + QUESTION
-
-    def answer(store: Path) -> tuple[int, str]:
-        engine = fake_engine(store, primary=model, on_miss="ignore", dtype="float32")
-        found = engine.generate(prompt, SamplingParams(max_tokens=12), documents=texts)
-        engine.close()
-        return found.stats.hits, found.text
-
-    right = set()
-    for number, chunks in enumerate(([], texts[:1], texts[1:], texts)):
-        engine = fake_engine(folder / str(number), primary=model, on_miss="ignore", dtype="float32")
-        engine.precompute(chunks)
-        engine.close()
-        right.add(answer(folder / str(number)))
-    result.expect(len({text for _, text in right}) == 4, f"the model's answers do not depend on its chunks: {right}")
-    scene = Scene(folder / "store", folder / "3", folder / "3", texts, rng)
-    for number in range(args.damages // 10):
-        scene.restore()
-        damage = rng.choice(OF_PAYLOADS)
-        damage(scene.store / scene.payload(), scene)
-        found = answer(scene.store)
-        result.figures["models_answers"] = number + 1
-        result.figures["models_misses"] = result.figures.get("models_misses", 0) + len(texts) - found[0]
-        result.expect(found in right, f"model, damage {number} ({damage.__name__}): wrong KV: {found}")
 
 
 @dataclass
@@ -1603,14 +1101,12 @@ def _last_lines() -> str:
 
 COMMIT_S = 0.2
 """Between two commits of a job, so that some kills hit one."""
-PAUSE_S = 10.5
-"""After which storage is asked again that failed."""
 
 
 @contextlib.contextmanager
-def storage(home: Path) -> Iterator[subprocess.Popen[str]]:
+def storage(home: Path) -> Iterator[None]:
     """An S3 server, which this process and those that it starts use, each machine with a home of its own."""
-    with s3_server() as (address, server):
+    with s3_server() as (address, _):
         values = {
             "AWS_ALLOW_HTTP": "true",
             "AWS_ENDPOINT_URL": address,
@@ -1619,7 +1115,7 @@ def storage(home: Path) -> Iterator[subprocess.Popen[str]]:
         }
         os.environ.update({**values, "AWS_REGION": "us-east-1", "CACHECLIP_HOME": str(home)})
         urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-        yield server
+        yield
 
 
 def store_command(*arguments: str) -> dict[str, Any]:
@@ -1773,21 +1269,12 @@ def workers_of(cluster: psutil.Process | None) -> list[psutil.Process]:
 
 def attack_shared(args: argparse.Namespace, folder: Path) -> Result:
     """A job of small texts into a shared store that is killed at random moments (with Ray, its workers too), and then
-    run to its end, leaves every text once, with its own KV; whatever the catalog names is there at every moment. While
-    storage is slow, silent or gone, no answer is wrong, and none takes a second more."""
+    run to its end, leaves every text once, with its own KV; whatever the catalog names is there at every moment."""
     result = Result(inspect.getdoc(attack_shared) or "")
     rng = random.Random(args.seed)
-    with storage(folder / "home") as server:
-        _kill_jobs(args, folder, rng, result)
-        if args.seconds and not result.broken:
-            _ask_without_storage(args, folder, server, rng, result)
-    return result
-
-
-def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, result: Result) -> None:
     job, found = Job(folder, args.engine), Counter[str]()
     job.write(rng, args.texts)
-    with ray_cluster(args.engine) as cluster:
+    with storage(folder / "home"), ray_cluster(args.engine) as cluster:
         job.in_child(lambda: store_command("create", job.url))
         first_s, work_s = job.work_s()
         result.figures |= {"undisturbed_s": round(first_s + work_s, 1)}
@@ -1817,80 +1304,24 @@ def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, resul
             report = json.loads((folder / "report").read_text())
             found[computed] = report["computed"]
             result.expect(not report["failed"], f"{len(report['failed'])} documents failed")
-    rows, kv = job.in_child(job.look), job.in_child(job.compared)
-    expected = [(f"{number}.txt", text) for number, text in enumerate(job.texts)]
-    result.expect(sorted(map(tuple, rows["rows"])) == sorted(expected), f"{len(rows['rows'])} rows, not each text once")
-    result.expect(found["computed_again"] == 0, "a job that has nothing to do computes something")
-    result.expect(kv == {"read": len(job.texts), "wrong": 0}, f"KV: {kv}")
-    where = ("--store", job.url)
-    care = job.in_child(lambda: {**store_command("verify", *where), **store_command("gc", *where, "--grace", "0")})
-    result.expect(not care["damaged"] and not care["missing"], f"{care}")
+        rows, kv = job.in_child(job.look), job.in_child(job.compared)
+        expected = [(f"{number}.txt", text) for number, text in enumerate(job.texts)]
+        result.expect(
+            sorted(map(tuple, rows["rows"])) == sorted(expected), f"{len(rows['rows'])} rows, not each text once"
+        )
+        result.expect(found["computed_again"] == 0, "a job that has nothing to do computes something")
+        result.expect(kv == {"read": len(job.texts), "wrong": 0}, f"KV: {kv}")
+        where = ("--store", job.url)
+        care = job.in_child(lambda: {**store_command("verify", *where), **store_command("gc", *where, "--grace", "0")})
+        result.expect(not care["damaged"] and not care["missing"], f"{care}")
     result.figures |= {**found, "payloads": care["payloads"] - care["deleted"], "unnamed_payloads": care["deleted"]}
-
-
-def _ask_without_storage(
-    args: argparse.Namespace, folder: Path, server: subprocess.Popen[str], rng: random.Random, result: Result
-) -> None:
-    """Four clients ask while storage fails in every way."""
-    texts = [text_of(rng) for _ in range(60)]
-    engine = fake_engine("s3://bucket/killed")  # type: ignore[arg-type]
-    plain = fake_engine(None, on_miss="ignore")  # type: ignore[arg-type]
-    engine.precompute(texts[:40])
-    hits: dict[str, int] = {}
-    slowest: dict[str, float] = {}
-
-    def ask(of: CacheClipEngine, phase: str, until: float, seed: int) -> None:
-        chance = random.Random(seed)
-        while time.monotonic() < until:
-            chosen = chance.sample(texts, 4)
-            prompt = "\n\n".join(chosen) + QUESTION
-            expected = plain.generate(prompt, SHORT).text
-            began = time.monotonic()
-            answer = of.generate(prompt, SHORT, documents=chosen)
-            slowest[phase] = max(slowest.get(phase, 0.0), time.monotonic() - began)
-            hits[phase] = hits.get(phase, 0) + answer.stats.hits
-            result.expect(answer.text == expected, f"{phase}: a wrong answer")
-
-    def flicker(until: float) -> None:
-        while time.monotonic() < until:
-            server.send_signal(signal.SIGSTOP)
-            time.sleep(0.15)
-            server.send_signal(signal.SIGCONT)
-            time.sleep(0.05)
-
-    disturb: dict[str, Callable[[float], object]] = {
-        "plain": lambda until: None,
-        "whole": lambda until: None,
-        "slow": flicker,
-        "silent": lambda until: server.send_signal(signal.SIGSTOP),
-        "back": lambda until: server.send_signal(signal.SIGCONT),
-        "gone": lambda until: server.kill(),
-    }
-    for phase, begin in disturb.items():
-        until = time.monotonic() + args.seconds + (PAUSE_S if phase == "back" else 0)
-        of = plain if phase == "plain" else engine
-        clients = [threading.Thread(target=ask, args=(of, phase, until, rng.getrandbits(32))) for _ in range(4)]
-        for client in clients:
-            client.start()
-        begin(until)
-        for client in clients:
-            client.join()
-        extra = slowest[phase] - slowest["plain"]
-        result.expect(extra <= 1.0, f"{phase}: an answer took {extra:.2f} s more than the slowest plain one")
-    result.expect(hits["back"] > 0, "nothing is found when storage is back")
-    result.control(hits["whole"])
-    result.figures |= {f"hits_{phase}": count for phase, count in hits.items()}
-    result.figures |= {f"slowest_{phase}_s": round(seconds, 3) for phase, seconds in slowest.items()}
-    engine.close()
+    return result
 
 
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
 OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "read": {"repeats": (100, 15)},
-    "evict": {"entries": (1_000_000, 20_000), "tenants": (100, 100), "puts": (2000, 200)},
-    "million": {"entries": (1_000_000, 20_000)},
     "limit": {
         "seconds": (600.0, 8.0),
         "processes": (4, 4),
@@ -1907,11 +1338,8 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     },
     "moments": {"stride": (1, 12)},
     "faults": {"stride": (1, 12)},
-    "folders": {"folders": (300, 12)},
     "damage": {"damages": (10_000, 100)},
-    "tenants": {"tenants": (100, 20), "chunks": (10, 5), "rounds": (30, 15), "flood": (5, 5)},
-    "hostile": {"texts": (1000, 300)},
-    "shared": {"kills": (50, 4), "texts": (500, 60), "seconds": (5.0, 1.5), "engine": ("local", "local")},
+    "shared": {"kills": (50, 4), "texts": (500, 60), "engine": ("local", "local")},
 }
 """Options of each attack: their defaults, and those of a quick run."""
 ATTACKS: dict[str, Callable[[argparse.Namespace, Path], Result]] = {
@@ -1933,21 +1361,12 @@ def main() -> None:
         for option, (default, _) in OPTIONS.get(name, {}).items():
             command.add_argument(f"--{option}", type=type(default), help=f"default {default}")
         if name == "damage":
-            command.add_argument("--what", default="payloads,catalog,library,model", help="what is damaged")
+            command.add_argument("--what", default="payloads,catalog,library", help="what is damaged")
             command.add_argument("--only", type=int, help="do this damage only")
-        if name == "kill":
-            command.add_argument("--go-on", action="store_true", help="go on after a broken promise")
-    hidden = commands.add_parser("answer")
-    hidden.add_argument("--store", type=Path)
-    hidden.add_argument("--prompt", type=Path)
-    hidden.add_argument("--cold", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked
     disable_progress_bar()
     register_runtime("fake", CheckedRuntime)
-    if args.attack == "answer":
-        answer(args.store, args.prompt, args.cold)
-        return
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     names = [*ATTACKS] if args.attack == "all" else [args.attack]
     found = {name: run(name, args) for name in names}
@@ -1958,7 +1377,7 @@ def main() -> None:
 
 def run(name: str, args: argparse.Namespace) -> Result:
     """Run one attack in a folder of its own, and show what it found."""
-    given = argparse.Namespace(**{"what": "payloads,catalog,library,model", "only": None, "go_on": False, **vars(args)})
+    given = argparse.Namespace(**{"what": "payloads,catalog,library", "only": None, **vars(args)})
     for option, defaults in OPTIONS[name].items():
         attribute = option.replace("-", "_")
         if getattr(given, attribute, None) is None or args.attack == "all":
