@@ -3,7 +3,6 @@
     python benchmarks/clients.py
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b.gguf --clients 8
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --clients 8
-    python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
     python benchmarks/clients.py --primary packaged:smollm2-135m --method prefix --beside
     python benchmarks/clients.py --primary packaged:smollm2-135m --new 40
 
@@ -13,8 +12,7 @@ helps. Prints the first-token times of those that ask at once, counted from when
 answers both times. With ``--beside``: the first token of one question alone, and of one that comes after four titles of
 chats, after an answer with a crafted ``stop``, and after another question. With ``--new``: so many prompts in which
 nothing recurs, each asked of this server and of one with ``learn = "off"`` and ``moved = "off"``, by turns: the median
-of the paired ratios of first tokens, and the memory that each server held at most. With ``--tree``, the server runs the
-package of that folder.
+of the paired ratios of first tokens, and the memory that each server held at most.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import shlex
 import statistics
@@ -68,7 +65,7 @@ def main() -> None:
                     rows = asyncio.run(new_texts(args, server, other))
             else:
                 rows = asyncio.run((beside if args.beside else measure)(args, texts, server.address))
-    found = {"processor": processor_name(), "settings": {**vars(args), "tree": str(args.tree)}, "rows": rows}
+    found = {"processor": processor_name(), "settings": vars(args), "rows": rows}
     if args.json or args.beside or args.new:
         print(json.dumps(found, indent=2))
         return
@@ -93,7 +90,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--beside", action="store_true", help="one question beside other requests")
     parser.add_argument("--new", type=int, default=0, help="prompts in which nothing recurs")
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout that serves")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.auxiliary = args.auxiliary or ("packaged:smollm2-135m" if args.primary.endswith(".gguf") else args.primary)
@@ -121,8 +117,7 @@ def serving(args: argparse.Namespace, store: Path, settings: Path | None = None)
     for name, value in {**models, "store": str(store), "port": "0"}.items():
         command += [f"--{name}", value]
     command += ["--settings", str(settings)] if settings else []
-    environment = {**os.environ, "PYTHONPATH": str(args.tree)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
             if not (line := process.stdout.readline()):

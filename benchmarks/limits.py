@@ -4,8 +4,7 @@
     python benchmarks/limits.py --only decode,memory --primary packaged:qwen2.5-coder-0.5b --dtype bfloat16
 
 ``decode``: seconds per token after the first one, of a streamed answer with a stop string that never comes, against
-transformers' ``generate``. ``floor``: seconds of a decode step against those of reading its weights and KV once, at the
-speed at which as many threads read a large buffer. ``ingest``: seconds to store texts that are cut already, for primary
+transformers' ``generate``. ``ingest``: seconds to store texts that are cut already, for primary
 and auxiliary, against the same tokens in batches through plain transformers, behind the same context, and against one
 pass per text without any context. ``memory``: how much more memory one question takes at its peak, beyond what the
 process held after a short question, against the KV of its prompt.
@@ -35,13 +34,10 @@ from cacheclip_lab.timing.texts import QUESTION, make_texts
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.measuring import processor_name
 
-PARTS = ("decode", "floor", "ingest", "memory")
+PARTS = ("decode", "ingest", "memory")
 NEVER = "\x00never"
 """A stop string that no answer has."""
-DECODE_LIMIT, FLOOR_LIMIT, INGEST_LIMIT, CONTEXT_LIMIT = 1.03, 1 / 0.8, 1 / 0.9, 2.2
-BUFFER_BYTES = 2**28
-STEPS = 8
-"""Of a turn."""
+DECODE_LIMIT, INGEST_LIMIT, CONTEXT_LIMIT = 1.03, 1 / 0.9, 2.2
 KV_SHARE, KV_BYTES = 1.3, 200 * 10**6
 """A question may take this many times its prompt's KV, and so many bytes more."""
 
@@ -63,12 +59,7 @@ def main() -> None:
     }
     print(f"{found['processor']}, {found['threads']} threads; {given.primary} + {given.auxiliary}, {given.dtype}")
     print("| what | ours | plain | ratio | limit | |\n|---|---|---|---|---|---|", flush=True)
-    measures = {
-        "decode": measure_decode,
-        "floor": measure_floor,
-        "ingest": measure_ingest,
-        "memory": measure_memory,
-    }
+    measures = {"decode": measure_decode, "ingest": measure_ingest, "memory": measure_memory}
     for part in given.only:
         for row in measures[part](given):
             found["rows"].append(row)
@@ -89,7 +80,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="decode: tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, default=128, help="decode: tokens of the answer")
-    parser.add_argument("--floor-tokens", default="1000,4000", help="floor: tokens before the step, comma-separated")
     parser.add_argument("--chunks", type=int, default=16, help="ingest: number of texts")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="ingest: tokens of the longest text")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="ingest: tokens of a batch of transformers'")
@@ -204,47 +194,6 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     same = sum(a == b for a, b in zip(answers["ours"], answers["plain"], strict=True))
     what = f"decode, {ids.shape[1]} prompt tokens, {count} new ({same} equal)"
     yield row(what, found["ours"], found["plain"], DECODE_LIMIT, lambda s: f"{1 / s:.1f} tokens/s")
-
-
-# -- The floor of a decode step ----------------------------------------------------------------------------------------
-
-
-def measure_floor(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds of a step of the runtime, after KV that no model computed: what it says makes no difference."""
-    import torch
-
-    runtime: Any = CacheClipEngine(**settings(given, prefix_cache_bytes=0)).primary
-    linear = [module for module in runtime.model.modules() if isinstance(module, torch.nn.Linear)]
-    weights = sum(layer.weight.numel() * layer.weight.dtype.itemsize for layer in linear)
-    of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
-    buffer = torch.ones(BUFFER_BYTES // 8, dtype=torch.int64)
-
-    def read() -> float:
-        started = time.perf_counter()
-        buffer.sum()
-        return (time.perf_counter() - started) / BUFFER_BYTES
-
-    def steps(count: int) -> Callable[[], float]:
-        cache = runtime.new_cache(count + STEPS)
-        for layer in cache.layers:
-            layer.write(0, *torch.randn(2, runtime.num_kv_heads, count, runtime.head_dim, dtype=runtime.dtype))
-
-        def step() -> float:
-            cache.cut(count)
-            started = time.perf_counter()
-            for token in range(STEPS):
-                runtime.decode_step(cache, token)
-            return (time.perf_counter() - started) / STEPS
-
-        return step
-
-    counts = list(map(int, given.floor_tokens.split(",")))
-    found = in_turns({"read": read, **{str(count): steps(count) for count in counts}}, given.repeats)
-    for count in counts:
-        num_bytes = weights + count * of_token
-        what = f"floor, {count} tokens before, {num_bytes / 1e6:.0f} MB at {1e-9 / found['read']:.1f} GB/s"
-        floor = num_bytes * found["read"]
-        yield row(what, found[str(count)], floor, FLOOR_LIMIT, lambda s: f"{1 / s:.1f} tokens/s")
 
 
 # -- Ingestion ---------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ the second question) and on llama.cpp. Each runs in a process of its own, with t
 are not installed are named with the command that installs them. They take turns in every round, so that a slow minute
 hits all of them. Answers in the log are not asked for again.
 
-A round begins with empty prompt caches and asks several questions (``--cases``): a ``first`` one, and one on the same
-chunks in the ``same order``; also one with a chunk of the middle replaced (``one exchanged``), and one on the chunks in
-another order (``other order``). Every prompt but the first so finds the caches of the one before. cacheclip-rag has
-precomputed all chunks: the seconds of that are printed beside. All systems get the same text, tokenise it themselves,
-and answer greedily with ``--new`` tokens; the times are from the text to the first and to the last of them. An answer
-that ends sooner counts as if it had gone on at its speed. Token ids of the prompts are compared too.
+A round begins with empty prompt caches and asks two questions: a ``first`` one, and one on the same chunks in the
+``same order``, which so finds the caches of the one before. cacheclip-rag has precomputed all chunks: the seconds of
+that are printed beside. All systems get the same text, tokenise it themselves, and answer greedily with ``--new``
+tokens; the times are from the text to the first and to the last of them. An answer that ends sooner counts as if it had
+gone on at its speed. Token ids of the prompts are compared too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import inspect
 import json
 import os
 import queue
-import random
 import statistics
 import subprocess
 import sys
@@ -48,8 +46,6 @@ from typing import Any, ClassVar
 QUESTIONS = {
     "first": "What do these texts tell of the northern ferry? Answer in ten sentences.",
     "same order": "What do these texts tell of the railway bridge? Answer in ten sentences.",
-    "one exchanged": "What do these texts tell of the company? Answer in ten sentences.",
-    "other order": "What do these texts tell of the island station? Answer in ten sentences.",
 }
 """A question for each case, in the order in which they are asked."""
 CASES = tuple(QUESTIONS)
@@ -225,7 +221,7 @@ class Vllm(System):
             max_model_len=settings["context"],
             max_num_seqs=4,
             enable_prefix_caching=True,
-            enforce_eager=not settings["vllm_compile"],
+            enforce_eager=True,
             seed=0,
         )
         self._tokenizer = self._llm.get_tokenizer()
@@ -523,22 +519,15 @@ class Prompts:
             )
 
         self._tokenizer = tokenizer
-        self.texts = make_texts(tokenize, tokens // chunk_tokens + 1, chunk_tokens, seed=tokens)
-        """Chunks of the prompts; the last one is the one that replaces another."""
+        self.texts = make_texts(tokenize, tokens // chunk_tokens, chunk_tokens, seed=tokens)
+        """Chunks of the prompts."""
         self.tokens = tokens
 
-    def of_round(self, number: int, cases: Sequence[str] = CASES) -> Iterator[Prompt]:
+    def of_round(self, number: int) -> Iterator[Prompt]:
         """The prompts of one round, in the order in which they are asked."""
-        *texts, spare = self.texts
-        start = number % len(texts)
-        base = texts[start:] + texts[:start]
-        exchanged = [*base]
-        exchanged[len(base) // 2] = spare
-        other = random.Random(number).sample(base[1:], len(base) - 1)
-        other.insert(random.Random(number).randrange(1, len(base)), base[0])  # never the first one again
-        for case, chunks in zip(CASES, (base, base, exchanged, other), strict=True):
-            if case not in cases:
-                continue
+        start = number % len(self.texts)
+        chunks = self.texts[start:] + self.texts[:start]
+        for case in CASES:
             message = "\n\n".join(chunks) + f"\n\nQuestion: {QUESTIONS[case]}"
             text = message
             if self._tokenizer.chat_template:
@@ -575,12 +564,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", default="1000,4000,8000", help="tokens of all chunks, comma-separated")
     parser.add_argument("--chunk-tokens", type=int, default=250)
     parser.add_argument("--new", type=int, default=100, help="tokens of an answer")
-    parser.add_argument("--cases", default="first,same order", help=f"comma-separated, of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of each system; default: the cores that this process may use")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; default all")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
-    parser.add_argument("--vllm-compile", action="store_true", help="let vLLM compile the model; default eager mode")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one answer may take")
     parser.add_argument("--log", type=Path, help="one JSON object an answer; those in it are not asked for again")
     parser.add_argument("--json", type=Path)
@@ -588,14 +575,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="picture of the first tokens of both questions, one line a system")
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.systems, args.cases = args.systems.split(","), args.cases.split(",")
+    args.systems = args.systems.split(",")
     args.tokens = sorted({int(number) for number in args.tokens.split(",")})
     args.python = dict(one.partition("=")[::2] for one in args.python)
     for name in (*args.systems, *args.python):
         if name not in SYSTEMS:
             parser.error(f"expected names of systems ({', '.join(SYSTEMS)}), got {name!r}")
-    if unknown := [case for case in args.cases if case not in CASES]:
-        parser.error(f"expected --cases of {', '.join(CASES)}, got {unknown[0]!r}")
     if args.rounds < 1 or args.new < 2 or args.chunk_tokens < 16 or args.tokens[0] // args.chunk_tokens < 3:
         parser.error(
             "expected one round or more, answers of two tokens or more, chunks of 16 tokens or more, and three chunks "
@@ -622,7 +607,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-peers-"))
         workers = _start(args, reports, stack)
-        settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "threads", "vllm_compile")}
+        settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "threads")}
         settings |= {
             "model": str(folder),
             "context": longest + args.new + 64,
@@ -647,7 +632,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
         def missing(name: str, tokens: int) -> list[int]:
             """The rounds of which an answer of this system is not in the log."""
-            wanted = [(turn, {(name, tokens, case, turn) for case in args.cases}) for turn in range(args.rounds)]
+            wanted = [(turn, {(name, tokens, case, turn) for case in CASES}) for turn in range(args.rounds)]
             return [turn for turn, keys in wanted if not keys <= log.answers.keys()]
 
         log = Log(args.log, {**settings, "store": "", "new": args.new, "chunk_tokens": args.chunk_tokens})
@@ -670,7 +655,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                     is_warm.add(name)
             for turn in range(args.rounds):
                 for name in args.systems:
-                    asked = list(each.of_round(turn, args.cases))
+                    asked = list(each.of_round(turn))
                     if name in workers and turn in missing(name, each.tokens):
                         say(f"{each.tokens} tokens, round {turn + 1} of {args.rounds}: {name}")
                         given = [{"message": one.message, "text": one.text, "new": args.new} for one in asked]
@@ -783,7 +768,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     """One table a context length, a row for each system, and what became of each."""
     rows = {(row["tokens"], row["case"], row["system"]): row for row in found["rows"]}
     cases = [case for case in CASES if any(key[1] == case for key in rows)]
-    titles = [f"{NAMES.get(case, case)}: {what.format(new=found['new'])}" for case in cases for *_, what in SHOWN]
+    titles = [f"{NAMES[case]}: {what.format(new=found['new'])}" for case in cases for *_, what in SHOWN]
     lines = [
         f"{found['processor']}, {found['cores']} cores, {found['threads']} threads; {found['primary']} + "
         f"{found['auxiliary']}, {found['dtype']} (llama.cpp: its GGUF file); chunks of {found['chunk_tokens']} tokens; "
@@ -831,7 +816,7 @@ def plot(found: Mapping[str, Any], file: Path) -> None:
             if rows:
                 look = {"marker": "osD^vP*X"[number], "color": f"C{number}", "label": system}
                 axes.plot([row["tokens"] for row in rows], [row["ttft_s"]["median"] for row in rows], **look)
-        axes.set(xlabel="tokens of chunks", ylabel="first token (s, median)", title=NAMES.get(case, case), yscale="log")
+        axes.set(xlabel="tokens of chunks", ylabel="first token (s, median)", title=NAMES[case], yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)

@@ -1,8 +1,6 @@
 """A vLLM server that reuses chunks, under load: ``cacheclip serve --backend vllm``.
 
     python benchmarks/serving.py --json serving.json
-    python benchmarks/serving.py --only poisoning,failures --primary packaged:smollm2-135m --chunk-tokens 80 --chunks 4
-    python benchmarks/serving.py --only soak --minutes 30
     python benchmarks/serving.py --only equality --primary packaged:smollm2-135m --dtype float32 \
         --chunk-tokens 80 --chunks 4
 
@@ -17,16 +15,8 @@ where it can; plain prefill is asked of a vLLM without this package. ``turns``: 
 five turns of a chat, by ``full``, whose later turns vLLM's prefix cache serves, by the method, by ``epic``, whose
 KV later turns continue, and by the method with ``finish="idle"`` and a pause before each later turn.
 
-``steps``: seconds between the tokens of a running stream, while eight prompts arrive at once, each with chunks in an
-order of its own: by ``full``, and by the method.
-
-``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
-included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
-request is answered. Where a load fails, the answer must be plain prefill's; where none does, it must be the answer of
-the whole store, log-probabilities included both times. ``soak``: mixed requests, broken off streams and refused ones
-for some time; the memory of all processes must stay. ``equality``: this package's own engine (transformers) follows
-the server's greedy answers, and must choose the same tokens, but where two are equally likely. These four exit with 1
-if the promise is not kept.
+``equality``: this package's own engine (transformers) follows the server's greedy answers, and must choose the same
+tokens, but where two are equally likely. It exits with 1 if it does not.
 """
 
 from __future__ import annotations
@@ -44,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,26 +45,15 @@ import psutil
 import torch
 from cacheclip_lab.timing.texts import QUESTION
 
-from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.measuring import processor_name
-from cacheclip_rag.store import ChunkStore
 
-PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
+PARTS = ("ttft", "turns", "throughput", "equality")
 FULL, IDLE = "full", "idle"
 TURNS = (QUESTION, "And why is that?", "Who was it?", "When did it happen?", "Say it in one sentence.")
-PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.plugins import main; main()"
-_SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
-"""Answers that are compared byte by byte."""
-_PROMPTS = 20
-"""Prompts that recur in ``poisoning``: with reuse and without."""
-_LOAD_FAILED = "its KV could not be read"
-"""How the connector's reason begins."""
 TIE = 1e-3
 """Tokens whose log-probabilities differ by less are equally likely: float32 rounds otherwise in other kernels."""
-_STREAM_TOKENS, _ALONE = 400, 30
-"""Tokens of a running stream, and those before others arrive."""
-_EDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
 _SEQUENCES = 64
@@ -85,14 +64,14 @@ def main() -> None:
     args = parse()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-serving-")))
-        scene = Scene(args, folder, **prepare(args, folder))
+        scene = Scene(args, folder, prepare(args, folder))
         found: dict[str, Any] = {
             "processor": processor_name(),
             "cores": psutil.cpu_count(logical=False),
             "settings": {name: value for name, value in vars(args).items() if name != "json"},
         }
         ours = stack.enter_context(server(args, folder, reusing=True))
-        twin = stack.enter_context(server(args, folder, reusing=False)) if needs_twin(args.only) else None
+        twin = stack.enter_context(server(args, folder, reusing=False)) if "throughput" in args.only else None
         for part in args.only:
             say(f"{part} …")
             found[part] = asyncio.run(MEASURES[part](scene, ours, twin))
@@ -120,9 +99,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arrivals", type=float, default=2.0, help="throughput: requests a second")
     parser.add_argument("--answers", type=int, default=24, help="throughput: answers of each method, in two halves")
     parser.add_argument("--answer-tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=1000, help="poisoning: requests")
-    parser.add_argument("--failures", type=int, default=500, help="failures: failed loads")
-    parser.add_argument("--minutes", type=float, default=30.0, help="soak: how long")
     parser.add_argument("--prompts", type=int, default=50, help="equality: prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="folder for the servers' logs; default a temporary one")
@@ -139,10 +115,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def needs_twin(parts: Sequence[str]) -> bool:
-    return bool({"throughput", "poisoning", "failures"} & set(parts))
-
-
 # -- scene ------------------------------------------------------------------------------------------------------------
 
 
@@ -153,8 +125,6 @@ class Scene:
     args: argparse.Namespace
     folder: Path
     texts: list[str]
-    payloads: list[Path]
-    """The primary's, one for each text."""
     _orders: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -182,20 +152,18 @@ class Scene:
         }
 
 
-def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Store the chunks, in a process that ends and so gives its memory back. Returns their texts and payloads."""
+def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Store the chunks, in a process that ends and so gives its memory back. Returns their texts."""
     script = (
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
-        "from cacheclip_rag.methods import preset\n"
         "from cacheclip_lab.timing.texts import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
         "engine.precompute(texts)\n"
         "engine.warm_up()\n"
-        "primary = engine.parts.kv_sources(preset(given['engine']['method'])).primary\n"
-        "print(json.dumps({'texts': texts, 'keys': [primary.key(text) for text in texts]}))\n"
+        "print(json.dumps(texts))\n"
     )
     given = {
         "engine": engine_settings(args, folder),
@@ -206,9 +174,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, json.dumps(given)], stdout=subprocess.PIPE, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    payloads = [folder / "store" / "kv" / key[:2] / f"{key}.kv" for key in found["keys"]]
-    return {"texts": found["texts"], "payloads": payloads}
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -226,11 +192,6 @@ class Server:
 
     address: str
     process: subprocess.Popen[bytes]
-
-    def memory_bytes(self) -> int:
-        """Memory of all its processes; what they share counts once."""
-        parent = psutil.Process(self.process.pid)
-        return sum(int(one.memory_full_info().pss) for one in (parent, *parent.children(recursive=True)))
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.address, timeout=httpx.Timeout(1800.0, connect=30.0))
@@ -359,11 +320,6 @@ async def until_idle(client: httpx.AsyncClient) -> None:
         before, answered = answered, sum(map(float, counts))
 
 
-def choices_of(answer: dict[str, Any]) -> str:
-    """What must be equal: text, reason and log-probabilities."""
-    return json.dumps(answer["choices"], sort_keys=True)
-
-
 def without_field(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "cacheclip"}
 
@@ -424,37 +380,6 @@ async def measure_turns(scene: Scene, ours: Server, twin: Server | None) -> dict
     }
 
 
-async def measure_steps(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
-    args, found = scene.args, dict[str, Any]()
-    async with ours.client() as client:
-        for name in (FULL, args.method):
-            way = None if name == FULL else name
-            await streamed(client, scene.body(scene.new_order(), way, max_tokens=2))  # makes threads and buffers
-            at, arrivals = list[float](), list[asyncio.Task[Said]]()
-            stream = {**scene.body([], max_tokens=_STREAM_TOKENS), "cacheclip": {"method": FULL}}
-            async for event in events(client, stream):
-                if event.get("choices"):
-                    at.append(time.perf_counter())
-                if len(at) == _ALONE:
-                    began = at[-1]
-                    bodies = [scene.body(scene.new_order(), way, max_tokens=1) for _ in range(8)]
-                    arrivals = [asyncio.create_task(streamed(client, body)) for body in bodies]
-                if arrivals and all(task.done() for task in arrivals):
-                    break
-            said = await asyncio.gather(*arrivals)
-            gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
-            beside = sorted(gap for gap, when in zip(gaps, at[1:], strict=True) if when > began)
-            found[name] = {
-                "alone_median_s": statistics.median(gaps[: _ALONE - 1]),
-                "beside_s": {f"up to {edge}": sum(gap <= edge for gap in beside) for edge in _EDGES},
-                "longest_s": beside[-1],
-                "median_s": statistics.median(beside),
-                "first_text_s": sorted(round(each.ttft_s, 3) for each in said),
-                "outcomes": Counter(each.outcome for each in said),
-            }
-    return found
-
-
 async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     """``full`` is a vLLM without this package."""
     assert twin is not None
@@ -495,160 +420,6 @@ async def arriving(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], 
         running.append(asyncio.create_task(one(body)))
         await asyncio.sleep(rng.expovariate(args.arrivals))
     return list(await asyncio.gather(*running))
-
-
-async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
-    """One request after the other, so that both servers compute the same batches."""
-    assert twin is not None
-    args, seen = scene.args, Counter[str]()
-    prompts = [scene.new_order() for _ in range(_PROMPTS)]
-    fused, both = set[int](), set[int]()
-    async with ours.client() as client, twin.client() as plain:
-        for _ in range(args.requests):
-            number = scene.rng.randrange(_PROMPTS)
-            texts = prompts[number]
-            if scene.rng.random() < 0.5:
-                answer = await whole(client, scene.body(texts, args.method, **_SHORT))
-                seen[str(answer["cacheclip"].get("outcome"))] += 1
-                fused.add(number)
-                continue
-            both |= fused & {number}
-            body = scene.body(texts, **_SHORT)
-            if scene.rng.random() < 0.5:  # without a word about us, and without a stored text, which would be reused
-                own = {"role": "user", "content": f"{PLAIN_TEXT} Answer number {number}."}
-                body = {**without_field(body), "messages": [own]}
-            answer, expected = await whole(client, body), await whole(plain, without_field(body))
-            seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
-    return {
-        "requests": args.requests,
-        "prompts": _PROMPTS,
-        "prompts_fused_and_then_plain": len(both),
-        "seen": seen,
-        "kept": not seen["different"] and seen["fused"] > 0 and len(both) > 0,
-    }
-
-
-async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
-    assert twin is not None
-    args, seen, reasons, differing = scene.args, Counter[str](), Counter[str](), list[Any]()
-    async with ours.client() as client, twin.client() as plain:
-        for number in range(20 * args.failures):
-            # with a salt of its own, so that none goes on from what earlier ones left in vLLM's cache: after exact KV
-            # of the first chunk a fused answer is another one, and rounding is otherwise
-            body = scene.body(scene.new_order(), args.method, **_SHORT, cache_salt=f"{number}")
-            with damaged(scene.folder / "store", scene.payloads, scene.rng):
-                answer = await whole(client, body)
-                outcome, reason = (str(answer["cacheclip"].get(name)) for name in ("outcome", "reason"))
-                if outcome == "plain":  # the server removes damaged chunks before it plans the next prompt
-                    await whole(client, scene.body([], max_tokens=1))
-            seen[outcome] += 1
-            if outcome == "plain":
-                reasons[reason[:80]] += 1
-                expected = await whole(plain, without_field(body))
-            else:
-                expected = await whole(client, {**body, "cache_salt": f"again {number}"})
-                seen["second " + str(expected["cacheclip"]["outcome"])] += 1
-            is_equal = choices_of(answer) == choices_of(expected)
-            seen["equal" if is_equal else "different"] += 1
-            if not is_equal:
-                differing.append([outcome, expected["cacheclip"] if outcome != "plain" else None, answer, expected])
-            failed = sum(count for reason, count in reasons.items() if reason.startswith(_LOAD_FAILED))
-            if failed >= args.failures:
-                break
-    return {
-        "seen": seen,
-        "reasons": reasons,
-        "differing": differing[:20],
-        "kept": not seen["different"] and failed >= args.failures,
-    }
-
-
-@contextmanager
-def damaged(store: Path, payloads: Sequence[Path], rng: random.Random) -> Iterator[None]:
-    """A third of the payloads is damaged, and then as before, with the entries of those that the server removed."""
-    chosen = rng.sample(list(payloads), max(1, len(payloads) // 3))
-    before = {path: path.read_bytes() for path in chosen}
-    for path in chosen:
-        rng.choice(DAMAGES)(path, rng)
-    try:
-        yield
-    finally:
-        for path, content in before.items():
-            path.write_bytes(content)
-        found = ChunkStore.open(store)
-        for path in chosen:
-            enter(found, path.stem)
-        found.close()
-
-
-def enter(store: ChunkStore, key: str) -> None:
-    """Enter a payload into the catalog, which the server may be writing to."""
-    for _ in range(100):
-        try:
-            return store.catalog.correct(key, store.measure)
-        except StoreError:
-            time.sleep(0.05)
-    raise RuntimeError(f"the catalog of {store} stays locked")
-
-
-def flip(path: Path, rng: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def cut(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def remove(path: Path, rng: random.Random) -> None:
-    path.unlink()
-
-
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, cut, remove)
-
-
-async def measure_soak(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
-    args, seen, memory = scene.args, Counter[str](), list[tuple[float, int]]()
-    began = time.monotonic()
-    end = began + 60 * args.minutes
-
-    async def asking(client: httpx.AsyncClient, number: int) -> None:
-        rng = random.Random(args.seed + number)
-        while time.monotonic() < end:
-            texts = rng.sample(scene.texts, args.chunks)
-            draw = rng.random()
-            if draw < 0.1:
-                response = await client.post("/v1/chat/completions", json={**scene.body(texts), "cacheclip": {"no": 1}})
-                seen[f"refused with {response.status_code}"] += 1
-            elif draw < 0.25:
-                async for event in events(client, scene.body(texts, args.method)):
-                    if event["choices"] and event["choices"][0]["delta"].get("content"):
-                        break
-                seen["broken off"] += 1
-            else:
-                said = await streamed(client, scene.body(texts, args.method if draw < 0.75 else None))
-                seen[said.outcome if draw < 0.75 else FULL] += 1
-                seen["empty"] += not said.text
-
-    async def watching() -> None:
-        while time.monotonic() < end:
-            memory.append((time.monotonic() - began, ours.memory_bytes()))
-            await asyncio.sleep(5)
-
-    async with ours.client() as client:
-        await asyncio.gather(watching(), *(asking(client, number) for number in range(min(4, args.running))))
-    # caches fill at first, so growth is looked for in the second half
-    late = [value for at, value in memory if at > 30 * args.minutes]
-    growth = statistics.fmean(late[-len(late) // 5 :]) / statistics.fmean(late[: len(late) // 5 + 1]) - 1
-    bad = [name for name in seen if name.startswith("refused") and not name.endswith("400")]
-    return {
-        "minutes": args.minutes,
-        "seen": seen,
-        "memory_bytes": memory[:: max(1, len(memory) // 60)],
-        "growth_of_the_second_half": growth,
-        "kept": growth < 0.02 and not bad and not seen["empty"],
-    }
 
 
 async def measure_equality(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
@@ -694,11 +465,7 @@ def first_difference(engine: CacheClipEngine, prompt: Any, ids: Sequence[int]) -
 MEASURES = {
     "ttft": measure_ttft,
     "turns": measure_turns,
-    "steps": measure_steps,
     "throughput": measure_throughput,
-    "poisoning": measure_poisoning,
-    "failures": measure_failures,
-    "soak": measure_soak,
     "equality": measure_equality,
 }
 

@@ -42,7 +42,7 @@ def test_the_same_prompts_and_what_each_system_reuses(
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
     sizes = ["--tokens", "200", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1"]
     others = ["--python", f"llama.cpp={bare}", "--python", f"vllm={broken}"]
-    sizes += ["--new", "3", "--dtype", "float32", "--cases", ",".join(peers.CASES), "--log", f"{tmp_path}/peers.log"]
+    sizes += ["--new", "3", "--dtype", "float32", "--log", f"{tmp_path}/peers.log"]
     files = ["--json", str(tmp_path / "peers.json"), "--plot", str(tmp_path / "peers.png")]
     asked = ["--systems", "transformers-prefix,llama.cpp,vllm,cacheclip-rag,cacheclip-rag idle"]
     monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes, *others, *files, *asked])
@@ -68,11 +68,9 @@ def test_the_same_prompts_and_what_each_system_reuses(
         assert len({rows[name, case]["prompt_tokens"] for name in MEASURED}) == 1
     kept = {case: rows["transformers-prefix", case]["reused"] for case in peers.CASES}
     assert kept["first"] == 0 and kept["same order"] > 200, "all chunks"
-    assert 80 < kept["one exchanged"] < 140, "the chunks before the middle"
-    assert 0 < kept["other order"] < 40, "the chat template's start"
     ours = [answer for answer in found["answers"] if answer["system"] == "cacheclip-rag"]
-    assert len(ours) == 4 and all(answer["hits"] == 5 and answer["reused"] > 140 for answer in ours)
-    assert [(one["tokens"], one["chunks"]) for one in found["ingestion"]] == [(200, 6)]
+    assert len(ours) == 2 and all(answer["hits"] == 5 and answer["reused"] > 140 for answer in ours)
+    assert [(one["tokens"], one["chunks"]) for one in found["ingestion"]] == [(200, 5)]
     assert found["ingestion"][0]["seconds"] > 0 and found["processor"] and found["threads"] == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
@@ -104,12 +102,10 @@ def test_a_cropped_cache_gives_what_plain_prefill_gives(peers: Any, tiny_models:
 
 def test_orders_of_a_round(peers: Any) -> None:
     made = peers.Prompts.__new__(peers.Prompts)
-    made.texts, made._tokenizer = list("abcdefS"), FakeTokenizer()
-    for number in range(8):
-        prompts = {prompt.case: prompt.message.split("\n\n")[:-1] for prompt in made.of_round(number)}
-        base, other = prompts["first"], prompts["other order"]
-        assert prompts["same order"] == base and sorted(base) == sorted(other) == list("abcdef")
-        assert other[0] != base[0] and prompts["one exchanged"] == [*base[:3], "S", *base[4:]]
+    made.texts, made._tokenizer = list("abcdef"), FakeTokenizer()
+    for number, order in ((0, "abcdef"), (7, "bcdefa")):
+        first, second = (prompt.message.split("\n\n") for prompt in made.of_round(number))
+        assert first[:-1] == second[:-1] == list(order) and first[-1] != second[-1]
 
 
 def test_a_system_that_fails_later_does_not_stop_the_others(

@@ -54,8 +54,8 @@ class TestNeedles:
             one = kind[:-1]
             expected = (
                 f"A special magic {one} is hidden within the following text\\. Make sure to memorize it\\. I will quiz "
-                f"you about the {one} afterwards\\.\n(?s:.+)\nWhat is the special magic {one} for {key} mentioned in the "
-                "provided text\\?"
+                f"you about the {one} afterwards\\.\n(?s:.+)\nWhat is the special magic {one} for {key} mentioned "
+                "in the provided text\\?"
             )
             assert re.fullmatch(expected, meta["opening"] + context(record) + meta["closing"])
             prefix = f" The special magic {one} for {key} mentioned in the provided text is"
