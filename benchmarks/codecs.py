@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cacheclip_lab.evaluation.answering import gold_ids_of
 from cacheclip_lab.evaluation.questions import ask
 from cacheclip_lab.evaluation.records import Record, read_records
 from cacheclip_lab.evaluation.reference import Reference
@@ -33,7 +32,6 @@ CODECS = ("bfloat16", "int8")
 def measure(finest: CacheClipEngine, engines: dict[str, CacheClipEngine], record: Record, args: Any) -> dict[str, Any]:
     """KL, agreement and answer of each codec and method at one question."""
     asked = ask(finest, record)
-    gold = gold_ids_of(finest, asked)
     reference = Reference.of(finest, finest.prefill(asked.segments, method=preset("full")), asked.max_tokens)
     found: dict[str, Any] = {"id": record.id, "answer": reference.answer}
     finest.precompute(asked.chunks)
@@ -46,7 +44,7 @@ def measure(finest: CacheClipEngine, engines: dict[str, CacheClipEngine], record
         for method in args.methods.split(","):
             prefilled = engine.prefill(asked.segments, method=engine.make_method(method, args.ratio))
             assert prefilled.stats.hits == len(asked.chunks)
-            followed = reference.follow(prefilled, gold_ids=gold)
+            followed = reference.follow(prefilled)
             found[f"{method} {name}"] = {
                 "kl": followed.fidelity.answer_kl,
                 "agreement": followed.fidelity.agreement,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from ..models import extending_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison
 from .results import ItemResult
-from .scores import ALL_WANTED, METRICS
+from .scores import METRICS
 
 FULL = "full"
 """The method with which the others are compared."""
@@ -39,19 +39,6 @@ NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
 
 class UnusableQuestion(Exception):
     """A question is left out for every method; the message gives the reason."""
-
-
-def gold_ids_of(engine: CacheClipEngine, asked: QuestionPrompt) -> list[list[int]]:
-    """Token ids of right answers right after the prompt: of the first answer, or of every answer if all are
-    required."""
-    last = asked.segments[-1]
-    space = "" if last.control or last.text[-1].isspace() else " "
-    wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
-    every = asked.record.answers if wants_all else asked.record.answers[:1]
-    found = [list(engine.primary.tokenize(space + answer).ids) for answer in every]
-    if not all(found):
-        raise ConfigurationError("a right answer has no token for this model. Leave it out.")
-    return found
 
 
 @contextmanager
@@ -97,9 +84,8 @@ def answer_of(
     asked: QuestionPrompt,
     method: Method,
     reference: Reference,
-    gold_ids: Sequence[Sequence[int]],
 ) -> MethodAnswer:
-    return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
+    return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question))
 
 
 def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> Prefilled:
@@ -119,16 +105,15 @@ def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> 
     return replace(full, cache=state, logits=logits, stats=stats)
 
 
-def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> MethodAnswer:
-    followed = reference.follow(prefilled, gold_ids=gold_ids)
-    assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
+def followed(reference: Reference, prefilled: Prefilled) -> MethodAnswer:
+    followed = reference.follow(prefilled)
+    assert followed.answer is not None, "it was asked for"
     fidelity = {
         "first_token_kl": followed.fidelity.first_token_kl,
         "answer_kl": followed.fidelity.answer_kl,
         "agreement": followed.fidelity.agreement,
         "first_token_agreement": float(followed.fidelity.first_agrees),
         "equal_answer": float(followed.answer == reference.answer),
-        "gold_logprob": followed.gold_logprob,
     }
     return MethodAnswer(followed.answer, fidelity, prefilled.stats, followed)
 

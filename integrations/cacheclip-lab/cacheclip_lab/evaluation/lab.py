@@ -34,7 +34,6 @@ from .answering import (
     answer_of,
     answering,
     followed,
-    gold_ids_of,
     in_two_pieces,
     item_of,
     measured_on,
@@ -174,30 +173,28 @@ class Lab:
         if not runs:
             return
         try:
-            yield from self._answers(engine, *self._asked(engine, record), runs)
+            yield from self._answers(engine, self._asked(engine, record), runs)
         except UnusableQuestion as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
-    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[QuestionPrompt, list[list[int]]]:
-        """The question, and its right answers in tokens."""
+    def _asked(self, engine: CacheClipEngine, record: Record) -> QuestionPrompt:
         try:
-            asked = ask(engine, record, date=self.date)
-            return asked, gold_ids_of(engine, asked)
+            return ask(engine, record, date=self.date)
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # records may hold anything
             raise UnusableQuestion(reason_of(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: QuestionPrompt, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: QuestionPrompt, runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             _clear_kept(engine)
             with answering(FULL, asked):
                 full = engine.prefill(asked.segments, method=preset(FULL))
                 reference = Reference.of(engine, full, asked.max_tokens)
-                answered = followed(reference, full, gold_ids)
+                answered = followed(reference, full)
             if runs[0].run.label == FULL:
                 yield item_of(asked, FULL, answered, measured_on(engine))
                 runs = runs[1:]
@@ -208,12 +205,12 @@ class Lab:
                     if planned.method.learns:
                         _answer_first(engine, asked, planned.method)
                     if planned.run.method == AGAIN:
-                        answered = followed(reference, in_two_pieces(engine, full, reference.max_tokens), gold_ids)
+                        answered = followed(reference, in_two_pieces(engine, full, reference.max_tokens))
                     elif planned.run.method == REORDERED:
                         other = engine.prefill(_reordered(asked), method=planned.method)
-                        answered = followed(reference, other, gold_ids)
+                        answered = followed(reference, other)
                     else:
-                        answered = answer_of(engine, asked, planned.method, reference, gold_ids)
+                        answered = answer_of(engine, asked, planned.method, reference)
                 yield item_of(asked, planned.run.label, answered, measured_on(engine))
         finally:
             engine.release(asked.chunks)

@@ -14,14 +14,12 @@ from cacheclip_rag.adapters import whole_page
 
 from .records import Record
 from .tables import (
-    LENGTHS_TITLE,
     Cell,
     Column,
     Rows,
     first_skipped,
     gate_table,
     headline,
-    lengths_table,
     notes,
     promise_table,
     score_title,
@@ -52,7 +50,6 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         f"Comparison on {summary['dataset']}",
         f"<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
-        _lengths(summary),
         _gate(summary),
         _tasks(summary),
         _skipped(summary),
@@ -93,11 +90,6 @@ def _rows(titles: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
 def _cell(cell: Cell) -> str:
     interval = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
     return f"<td>{escape(cell.text)}{interval}</td>"
-
-
-def _lengths(summary: dict[str, Any]) -> str:
-    says = "In words. <code>full-again</code> and <code>full-reordered</code>, if they were asked, are noise floors."
-    return text_table(LENGTHS_TITLE, says, lengths_table(summary))
 
 
 def _gate(summary: dict[str, Any]) -> str:

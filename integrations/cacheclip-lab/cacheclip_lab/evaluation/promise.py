@@ -10,11 +10,9 @@ It holds for questions like those that were asked: drawn from the same ones, pro
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 from .gating import Gated, gate
 from .results import ItemResult
@@ -46,18 +44,6 @@ class Promise:
     """Share that goes wrong, at most (Clopper and Pearson)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenShare:
-    """What became of the promises that were made on halves of the questions."""
-
-    made: float
-    """Share of the halves on which one was made."""
-    broken: float
-    """Share of those with which more questions go wrong, of all of them, than was promised."""
-    broken_on_others: float
-    """The same of the other half alone, whose share is off by its own chance: too strict by that."""
-
-
 def _differs(own: ItemResult, full: ItemResult) -> bool:
     return own.answer != full.answer
 
@@ -85,69 +71,36 @@ def promise_of(runs: Mapping[str, Pairs], most: float, risk: str = "differs") ->
 def held_gates(runs: Mapping[str, Pairs], most: float, risk: str = "differs") -> list[Promise]:
     """Of each run, the cheapest gate with which at most the share ``most`` goes wrong, if it costs less than full
     prefill; the cheapest first. All of them hold together. Arguments as of :func:`promise_of`."""
-    return _held(_tried(runs, risk), np.arange(max(map(len, runs.values()))), most)
-
-
-def broken_share(
-    runs: Mapping[str, Pairs], most: float, risk: str = "differs", *, resamplings: int = 1000, seed: int = 0
-) -> BrokenShare:
-    """How often a promise is made on a random half of the questions, and how often it is broken where it is made."""
-    generator, made, broken, on_others = random.Random(seed), 0, 0, 0
-    count = len(next(iter(runs.values())))
-    if any(len(pairs) != count for pairs in runs.values()):
-        raise ValueError("expected every run over the same questions, in the same order")
-    tried = _tried(runs, risk)
-    for _ in range(resamplings):
-        order = np.array(generator.sample(range(count), count))
-        half, others = order[: count // 2], order[count // 2 :]
-        if found := _held(tried, half, most):
-            made += 1
-            wrong = next(each.wrong for each in tried[found[0].label] if each.least == found[0].min_confidence)
-            broken += bool(wrong.sum() > most * count)
-            on_others += bool(wrong[others].sum() > most * len(others))
-    return BrokenShare(made / resamplings, broken / made if made else 0.0, on_others / made if made else 0.0)
+    error, held = (1.0 - CONFIDENCE) / len(runs), list[Promise]()
+    for label, pairs in runs.items():
+        cheapest: _Tried | None = None
+        for each in (_with_gate(pairs, least, RISKS[risk]) for least in _GATES):
+            if not _shows(each.wrong, len(pairs), most, error):
+                break
+            if cheapest is None or each.cost < cheapest.cost - 1e-12:
+                cheapest = each
+        if cheapest is not None and cheapest.cost < 1.0:
+            bound = _upper_bound(cheapest.wrong, len(pairs), error)
+            held.append(
+                Promise(label, cheapest.least, len(pairs), cheapest.wrong, cheapest.cost, cheapest.seconds, bound)
+            )
+    return sorted(held, key=lambda promise: promise.cost)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A gate, and what it does with each question."""
+    """A gate, how many questions go wrong with it, and its means."""
 
     least: float
-    wrong: np.ndarray
-    cost: np.ndarray
-    seconds: np.ndarray
-
-
-def _tried(runs: Mapping[str, Pairs], risk: str) -> dict[str, list[_Tried]]:
-    """By label, every gate from the strictest down."""
-    return {label: [_with_gate(pairs, least, RISKS[risk]) for least in _GATES] for label, pairs in runs.items()}
+    wrong: int
+    cost: float
+    seconds: float
 
 
 def _with_gate(pairs: Pairs, least: float, risk: Callable[[ItemResult, ItemResult], bool]) -> _Tried:
     each = [gate(own, full, least) for own, full in pairs]
-    wrong = [not one.is_full and risk(own, full) for one, (own, full) in zip(each, pairs, strict=True)]
-    costs, seconds = map(_cost, each), (one.seconds for one in each)
-    return _Tried(least, np.array(wrong), np.array(list(costs)), np.array(list(seconds)))
-
-
-def _held(tried: Mapping[str, Sequence[_Tried]], rows: np.ndarray, most: float) -> list[Promise]:
-    """What :func:`held_gates` finds on these questions."""
-    error, count, held = (1.0 - CONFIDENCE) / len(tried), len(rows), []
-    for label, gates in tried.items():
-        cheapest: _Tried | None = None
-        for each in gates:
-            if not _shows(int(each.wrong[rows].sum()), count, most, error):
-                break
-            if cheapest is None or each.cost[rows].mean() < cheapest.cost[rows].mean() - 1e-12:
-                cheapest = each
-        if cheapest is not None and (cost := float(cheapest.cost[rows].mean())) < 1.0:
-            wrong, seconds = int(cheapest.wrong[rows].sum()), float(cheapest.seconds[rows].mean())
-            held.append((label, cheapest.least, wrong, cost, seconds))
-    promises = [
-        Promise(label, least, count, wrong, cost, seconds, _upper_bound(wrong, count, error))
-        for label, least, wrong, cost, seconds in held
-    ]
-    return sorted(promises, key=lambda promise: promise.cost)
+    wrong = sum(not one.is_full and risk(own, full) for one, (own, full) in zip(each, pairs, strict=True))
+    return _Tried(least, wrong, fmean(map(_cost, each)), fmean(one.seconds for one in each))
 
 
 def _shows(wrong: int, count: int, most: float, error: float) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 
@@ -23,8 +21,6 @@ class ReferenceComparison:
     fidelity: Fidelity
     answer: str | None
     """Its own greedy answer, if requested."""
-    gold_logprob: float | None
-    """Mean log-probability of a right answer's tokens, nats; the mean over several right answers. None without one."""
     confidences: tuple[float, ...] = ()
     """Of each token of its own answer; empty if that was not requested."""
     differs_at: int | None = None
@@ -68,14 +64,11 @@ class Reference:
     def answer(self) -> str:
         return self.runtime.decode_ids(self.ids)
 
-    def follow(
-        self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()
-    ) -> ReferenceComparison:
-        """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
-        itself, right after the prompt); its cache is used up."""
+    def follow(self, prefilled: Prefilled, *, answers: bool = True) -> ReferenceComparison:
+        """Have ``prefilled`` read along the reference's answer; its cache is used up."""
         runtime, cache, end = self.runtime, prefilled.cache, prefilled.layout.num_tokens
         along = read_along(runtime, cache, prefilled.logits, self.ids)
-        answer = gold = differs_at = None
+        answer = differs_at = None
         sure: tuple[float, ...] = ()
         if answers:
             ids, logits = own_answer(runtime, cache, end, along, self.ids, self.max_tokens)
@@ -83,12 +76,4 @@ class Reference:
             # an answer that differs does so at a token that both have
             pairs = zip(ids, self.ids, strict=False)
             differs_at = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
-        if gold_ids:
-            gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
-        return ReferenceComparison(compare(self.logits, along), answer, gold, sure, differs_at)
-
-    def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
-        """Mean over the tokens of an answer, in float32 whatever the model computes in."""
-        self.runtime.cut(prefilled.cache, prefilled.layout.num_tokens)
-        rows = read_along(self.runtime, prefilled.cache, prefilled.logits, ids).float().log_softmax(-1)
-        return float(rows.gather(1, torch.tensor(ids, device=rows.device)[:, None]).mean())
+        return ReferenceComparison(compare(self.logits, along), answer, sure, differs_at)

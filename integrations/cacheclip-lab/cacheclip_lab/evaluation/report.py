@@ -17,17 +17,15 @@ from cacheclip_rag.plugins import atomic_path
 
 from .gating import gated, shares_of_full
 from .page import to_html
-from .promise import RISKS, broken_share, promise_of
+from .promise import RISKS, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
-from .statistics import MARGIN, mcnemar, paired_bootstrap, trimmed_mean
+from .statistics import MARGIN, mcnemar, paired_bootstrap
 
 _SKIPPED_SHOWN = 5
 PROMISED = (0.05, 0.1, 0.2)
 """Shares of answers that may go wrong, for which the cheapest gate is sought."""
-LENGTHS = {"1-3": 3, "4-8": 8, "9-16": 16, "17+": None}
-"""Lengths of full prefill's answer, in words, by which equal answers are counted: the most of each; None: any more."""
 FILES = {"summary": "summary.json", "html": "report.html"}
 """Files that :func:`write_report` writes."""
 
@@ -39,11 +37,8 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     ``speedup_vs_full`` are over the ``n_paired`` items that full prefill also answered. ``no_worse`` says per score
     whether the method is no worse than full prefill (non-inferiority with a margin of 3 points). ``flips`` counts
     questions that full prefill answers rightly and the method does not (``lost``), and the other way round (``won``),
-    with McNemar's probability. ``answerable`` figures are over the items that full prefill answers rightly: by the
-    question's own metric, or, if any right answer counts, because the answer equals or contains one.
-    ``equal_answers_by_words`` has the share of equal answers by the length of full prefill's. A score is over the items
-    that have it (``n_of_scores``, ``answerable_n_of_scores``). ``gate`` says what a
-    confidence gate would have given (:mod:`~cacheclip_lab.evaluation.gating`), ``promises`` which gate guarantees
+    with McNemar's probability. A score is over the items that have it. ``gate`` says what a confidence gate would have
+    given (:mod:`~cacheclip_lab.evaluation.gating`), ``promises`` which gate guarantees
     what (:mod:`~cacheclip_lab.evaluation.promise`). Intervals are from
     :mod:`~cacheclip_lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
@@ -99,10 +94,8 @@ def _promises(
         for risk in RISKS:
             for most in PROMISED:
                 promise = promise_of(pairs, most, risk)
-                kept = asdict(promise) if promise else None
-                broken = asdict(broken_share(pairs, most, risk)) if promise else None
                 row = {"method": method, "risk": risk, "at_most": most, "n": len(ids)}
-                found.append({**row, "gate": kept, "on_halves": broken})
+                found.append({**row, "gate": asdict(promise) if promise else None})
     return found
 
 
@@ -133,7 +126,6 @@ def _row(
     pairs = [(item, full[item.id]) for item in items if item.id in full]
     is_full = run.method == "full"
     differences = {} if is_full else _differences(pairs, scores)
-    right = [item for item, reference in pairs if _is_right(reference)]
     return {
         "method": run.method,
         "ratio": run.ratio,
@@ -141,39 +133,25 @@ def _row(
         "n": len(items),
         "n_paired": len(pairs),
         "answered_plainly": sum(item.fallback is not None for item in items) or None,
-        **_spread("kl_to_full", "kl_interval", _fidelity(items, "answer_kl")),
-        **_spread("first_token_kl", "first_token_kl_interval", _fidelity(items, "first_token_kl")),
+        "kl_to_full": _mean(_fidelity(items, "answer_kl")),
+        "kl_interval": _interval(_fidelity(items, "answer_kl")),
+        "first_token_kl": _mean(_fidelity(items, "first_token_kl")),
+        "first_token_kl_interval": _interval(_fidelity(items, "first_token_kl")),
         "agreement_with_full": _mean(_fidelity(items, "agreement")),
         "agreement_interval": _interval(_fidelity(items, "agreement")),
         "first_token_agreement": _mean(_fidelity(items, "first_token_agreement")),
         "first_token_agreement_interval": _interval(_fidelity(items, "first_token_agreement")),
         "equal_answers": _mean(_fidelity(items, "equal_answer")),
         "equal_answers_interval": _interval(_fidelity(items, "equal_answer")),
-        "gold_logprob": _mean(_fidelity(items, "gold_logprob")),
-        "gold_logprob_difference": None if is_full else _difference(pairs, lambda item: item.fidelity, "gold_logprob"),
         "nominal_ratio": _mean(item.nominal_ratio for item in items),
         "effective_ratio": _mean(item.effective_ratio for item in items),
-        "effective_ratio_of_stale": _mean(
-            item.effective_ratio_of_stale for item in items if item.effective_ratio_of_stale is not None
-        ),
         "charged_ratio": _mean(item.charged_ratio for item in items),
         "ttft_s": _median(item.ttft_s for item in items),
-        "phases_s": _phases(items),
         "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
         "difference_to_full": differences,
         "no_worse": {name: low > -MARGIN for name, (_, low, _) in differences.items()},
         "flips": None if is_full or not pairs else _flips(pairs),
-        "equal_answers_by_words": {} if is_full else _by_words(pairs),
         "share_of_full": {} if is_full else shares_of_full(pairs, scores),
-        "n_of_scores": _counts(items, scores),
-        "answerable": {"n": len(right), **_means(right, scores), **_faithful(right, _mean)} if full else None,
-        "answerable_intervals": {
-            **{name: _interval([item.scores[name] for item in right if name in item.scores]) for name in scores},
-            **_faithful(right, _interval),
-        }
-        if full
-        else {},
-        "answerable_n_of_scores": _counts(right, scores) if full else {},
         "gate": [] if is_full else gated(pairs, scores),
         **_means(items, scores),
     }
@@ -183,36 +161,12 @@ def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
     return [item.fidelity[name] for item in items if name in item.fidelity]
 
 
-def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any]) -> dict[str, Any]:
-    """A figure of each fidelity value, over items that full prefill answers rightly."""
-    return {
-        "kl_to_full": figure(_fidelity(items, "answer_kl")),
-        "agreement_with_full": figure(_fidelity(items, "agreement")),
-        "first_token_agreement": figure(_fidelity(items, "first_token_agreement")),
-        "equal_answers": figure(_fidelity(items, "equal_answer")),
-    }
-
-
-def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
-    """A divergence's mean with its interval, and its median and trimmed mean, which outliers do not dominate."""
-    return {
-        name: _mean(values),
-        interval: _interval(values),
-        f"{name}_median": _median(values),
-        f"{name}_trimmed": trimmed_mean(values) if values else None,
-    }
-
-
 def _interval(values: list[float]) -> list[float] | None:
     return list(paired_bootstrap(values)) if values else None
 
 
 def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, float | None]:
     return {name: _mean(item.scores[name] for item in items if name in item.scores) for name in scores}
-
-
-def _counts(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, int]:
-    return {name: sum(name in item.scores for item in items) for name in scores}
 
 
 def _differences(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float]]:
@@ -236,26 +190,11 @@ def _flips(pairs: Sequence[tuple[ItemResult, ItemResult]]) -> dict[str, float]:
     return {"lost": lost, "won": won, "p": mcnemar(lost, won)}
 
 
-def _by_words(pairs: Sequence[tuple[ItemResult, ItemResult]]) -> dict[str, dict[str, float]]:
-    """Number of questions, and the share of equal answers, by length of full prefill's answer; lengths that occur."""
-    found: dict[str, list[float]] = {name: [] for name in LENGTHS}
-    for own, full in pairs:
-        words = len(full.answer.split())
-        name = next(name for name, most in LENGTHS.items() if most is None or words <= most)
-        found[name].append(float(own.answer == full.answer))
-    return {name: {"n": len(equal), "equal_answers": fmean(equal)} for name, equal in found.items() if equal}
-
-
 def _is_right(item: ItemResult) -> bool:
     """Whether the answer is right. If full prefill's is wrong, a method's says little about the cost of reuse."""
     if item.own in ALL_WANTED:  # one of several values is not a right answer, although the answer contains it
         return item.scores[item.own] >= 1.0
     return any(item.scores.get(name, 0.0) >= 1.0 for name in (item.own, "contains", "string_match_all", "em") if name)
-
-
-def _phases(items: Sequence[ItemResult]) -> dict[str, float]:
-    names = dict.fromkeys(name for item in items for name in item.phases_s)
-    return {name: median(item.phases_s.get(name, 0.0) for item in items) for name in names}
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -35,7 +35,7 @@ class ItemResult:
     """Scores (0 to 1) by metric. The dataset's own metric comes first."""
     fidelity: dict[str, float]
     """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0 to 1), ``first_token_agreement`` and ``equal_answer``
-    (0 or 1), ``gold_logprob`` (nats), as far as known."""
+    (0 or 1), as far as known."""
     nominal_ratio: float
     effective_ratio: float
     charged_ratio: float

@@ -87,19 +87,6 @@ def _drawn_means(columns: Sequence[NDArray[np.float64]], samples: int, seed: int
     return [np.concatenate(own) for own in means]
 
 
-def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """Mean without the lowest and the highest ``share`` of the values (rounded down), cut from each end.
-
-    Raises:
-        ConfigurationError: no values, one that is not a finite number, or a share not in 0 to below 0.5.
-    """
-    if not 0 <= share < 0.5:
-        raise ConfigurationError(f"expected a share from 0 to below 0.5 to cut from each end, got {share!r}.")
-    ordered = np.sort(_checked(values))
-    cut = int(share * len(ordered) + 1e-9)  # 0.29 * 100 is 28.999…
-    return float(ordered[cut : len(ordered) - cut].mean())
-
-
 def _checked(values: Sequence[float]) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not len(array):

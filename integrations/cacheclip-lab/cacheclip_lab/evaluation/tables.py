@@ -20,7 +20,6 @@ _SCORES = {
 }
 _SAME = ("equal_answers", "first_token_agreement")
 _PAIRED = "over the questions that both answered"
-LENGTHS_TITLE = "Equal answers by the length of full prefill's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +66,13 @@ def table(
 
 
 def console_tables(summary: dict[str, Any]) -> dict[str, Rows]:
-    """The brief tables, by title: of all questions, of each task, of lengths, and of gates."""
+    """The brief tables, by title: of all questions, of each task, and of gates."""
     tables = {f"{summary['dataset']}. {headline(summary)}": _as_text(*table(summary, brief=True))}
     tables |= {task_title(summary, task): _as_text(*table(summary, task, brief=True)) for task in summary["tasks"]}
-    lengths = lengths_table(summary)
-    tables |= {LENGTHS_TITLE: lengths} if lengths[1] else {}
     gate = gate_table(summary)
     tables |= {"With a confidence gate": gate} if gate[1] else {}
     promised = promise_table(summary)
     return tables | ({"Guaranteed with 95 % confidence, for questions like these": promised} if promised[1] else {})
-
-
-def lengths_table(summary: dict[str, Any]) -> Rows:
-    """Equal answers by the length of full prefill's. No rows if all lengths are alike."""
-    found = {label: row["equal_answers_by_words"] for label, row in summary["methods"].items()}
-    lengths = {name: each["n"] for row in found.values() for name, each in row.items()}
-    titles = ["Method", *(f"{name} words" for name in lengths)]
-    rows = [
-        [label, *(f"{row[name]['equal_answers']:.1%} of {row[name]['n']}" if name in row else "-" for name in lengths)]
-        for label, row in found.items()
-        if row
-    ]
-    return titles, rows if len(lengths) > 1 else []
 
 
 def gate_table(summary: dict[str, Any]) -> Rows:
@@ -117,17 +101,15 @@ def promise_table(summary: dict[str, Any]) -> Rows:
     """The cheapest gate that guarantees that few answers go wrong."""
     meanings = {"differs": "differ from full's", "loses": "score lower than full's"}
     titles = ["Method", "At most", "Run", "min_confidence", "Of these questions", "Cost / full's", "Mean TTFT (s)"]
-    titles += ["Made on halves", "Broken, of all", "Of the others"]
     rows = []
     for each in summary["promises"]:
         promised = f"{each['at_most']:.0%} {meanings[each['risk']]}"
         gate = each["gate"]
-        figures = ["-", "-", "nothing cheaper than full prefill", *"-----"]
+        figures = ["-", "-", "nothing cheaper than full prefill", *"--"]
         if gate:
             seen = f"{gate['wrong']} of {gate['n']}"
             figures = [gate["label"], number_text(gate["min_confidence"]), seen]
             figures += [f"{gate['cost']:.2f}", f"{gate['seconds']:.3f}"]
-            figures += [f"{each['on_halves'][name]:.1%}" for name in ("made", "broken", "broken_on_others")]
         rows.append([each["method"], promised, *figures])
     return titles, rows
 
@@ -165,11 +147,6 @@ def notes(summary: dict[str, Any]) -> list[str]:
     elif any(summary["measured_on"]):
         found.append(f"Measured on {next(iter(machines))}. Chunk caches are read from memory.")
     full = next((row for row in rows.values() if row["method"] == "full" and row["n"]), None)
-    if full and summary["scores"] and full["answerable"]["n"] == 0:
-        found.append(
-            "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer counts, an answer "
-            "that equals or contains one), so there are no figures for rightly answered questions."
-        )
     if len({row["n"] for row in rows.values()}) > 1 or (full and any(r["n"] != r["n_paired"] for r in rows.values())):
         found.append(
             "Not every method answered the same questions. Means are over the n of each row and cannot be compared; "
@@ -210,7 +187,6 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         *(column for name in summary["scores"] if name not in own for column in (_score(name), _difference(name))),
         Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", True),
         Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", True),
-        _where_right("equal_answers", "Equal answers", "{:.1%}"),
         Column("KL to full", f"along full's answer, nats a token, {where}", _read("kl_to_full"), "{:#.3g}", True),
         Column("First-token KL", f"at the answer's first token, nats, {where}", _read("first_token_kl"), "{:#.3g}"),
         Column("Agreement", "share of full's greedy tokens also chosen here", _read("agreement_with_full"), "{:.3f}"),
@@ -227,7 +203,6 @@ def _own_score(name: str) -> list[Column]:
         _difference(name, brief=True),
         Column(f"{title}: no worse", f"whether its lower bound is above {-MARGIN}", _no_worse(name), "{}", True),
         Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}"),
-        _where_right(name, title, "{:.3f}"),
     ]
 
 
@@ -239,12 +214,6 @@ def _score(name: str, *, brief: bool = False) -> Column:
 def _difference(name: str, *, brief: bool = False) -> Column:
     title = f"{score_title(name)} - full"
     return Column(title, f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", brief)
-
-
-def _where_right(key: str, title: str, shown: str) -> Column:
-    """A figure over the questions that full prefill answers rightly."""
-    right = "full's own score is 1.0, or, where any right answer counts, its answer equals or contains one"
-    return Column(f"{title} where full is right", f"over the questions where {right}", _read("answerable", key), shown)
 
 
 _INTERVALS = {
@@ -260,8 +229,7 @@ def _read(key: str, score: str = "") -> Callable[[dict[str, Any]], Sequence[floa
 
     def figure(row: dict[str, Any]) -> Sequence[float | None]:
         found = (row[key] or {}).get(score) if score else row[key]
-        bounds = row["answerable_intervals"].get(score) if key == "answerable" else row.get(_INTERVALS.get(key, ""))
-        return [*(found if isinstance(found, list) else [found]), *(bounds or ())]
+        return [*(found if isinstance(found, list) else [found]), *(row.get(_INTERVALS.get(key, "")) or ())]
 
     return figure
 

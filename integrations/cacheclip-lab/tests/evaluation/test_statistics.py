@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from cacheclip_lab.evaluation import statistics as module
-from cacheclip_lab.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
+from cacheclip_lab.evaluation.statistics import paired_bootstrap, paired_ratio
 
 from cacheclip_rag import ConfigurationError
 
@@ -39,20 +39,6 @@ def test_bootstrap_is_the_slow_one(slab: int, monkeypatch: pytest.MonkeyPatch) -
     assert found != paired_bootstrap(DIFFERENCES, samples=500, seed=4)
 
 
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([100.0, 1, 2, 3, 4, 5, 6, 7, 8, -50], 0.1, 4.5),
-        ([100.0, 1, 2], 0.1, 103 / 3),  # a tenth of three is none
-        ([5.0, 1, 100], 0.4, 5.0),
-        ([1.0, 2, 9], 0.0, 4.0),
-        ([float(x) for x in range(99)] + [1e9], 0.29, 49.5),  # 0.29 * 100 is below 29 in floating point
-    ],
-)
-def test_trimmed_mean(values: list[float], share: float, expected: float) -> None:
-    assert trimmed_mean(values, share) == pytest.approx(expected)
-
-
 def test_ratio_is_of_means_and_paired() -> None:
     others = [abs(value) + 0.1 for value in DIFFERENCES]
     assert paired_ratio([0.5 * value for value in others], others) == pytest.approx((0.5, 0.5, 0.5))
@@ -81,17 +67,13 @@ def test_ratio_to_nothing() -> None:
         paired_ratio([1.0, -1.0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize("figure", [paired_bootstrap, trimmed_mean])
-def test_nothing_and_what_is_no_number_are_refused(figure: object) -> None:
-    assert callable(figure)
+def test_nothing_and_what_is_no_number_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one value"):
-        figure([])
+        paired_bootstrap([])
     with pytest.raises(ConfigurationError, match=r"finite numbers, got nan at index 1 \(2 such"):
-        figure([1.0, math.nan, math.inf])
+        paired_bootstrap([1.0, math.nan, math.inf])
 
 
 def test_senseless_options_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one bootstrap sample"):
         paired_bootstrap([1.0], samples=0)
-    with pytest.raises(ConfigurationError, match="below 0.5"):
-        trimmed_mean([1.0], 0.5)
