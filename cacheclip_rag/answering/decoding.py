@@ -16,6 +16,7 @@ from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import ModelError, StoreError
 from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
 from ..fusion.answer import Answer, Event, TokenLogprob, Trace
+from ..guards.base import Observer
 from ..runtime.base import Constraint, Runtime
 from .options import CallOptions
 from .prefill import NextToken, Prefilled
@@ -40,6 +41,7 @@ def decode(
     turns: Turns,
     constraint: Constraint | None,
     text_of: Callable[[Sequence[int]], str],
+    observers: Sequence[Observer],
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
@@ -49,32 +51,32 @@ def decode(
         turns: one is taken for each computation of the model, and given back before an event is yielded.
         constraint: says which tokens may come next; not with verified finishing, which compares free choices.
         text_of: the answer's text from its token ids.
+        observers: are told what there is of the answer if its reader leaves.
 
     An answer to a chat may begin with reasoning, unless a constraint says otherwise.
     """
-    started, params, logprobs = PhaseClock(), options.params, options.logprobs
+    started, params, logprobs, stats = PhaseClock(), options.params, options.logprobs, prefilled.stats
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids, logprobs)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
     streams = partial(TextStream, text_of, params.stop, prompt_end, runtime.reasoning_ends)
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turns, streams, started)
-    stats = prefilled.stats
     del prefilled  # the answer drops its KV once it goes on from the exact KV
+    has_left = False
     try:
         yield from answer.events()
-    except GeneratorExit:  # the reader has left, and often asks the same again
-        answer.prefilled.keep_prefix(answer.cache, answer.ids)
-        raise
-    assert answer.first_s is not None, "text stays at the latest when the answer was verified"
-    phases_s = {**stats.phases_s, "first": stats.phases_s["first"] + answer.first_s}
-    stats = replace(stats, phases_s=phases_s, ttft_s=stats.ttft_s + answer.first_s)
+    except GeneratorExit:  # its reader often asks the same again
+        has_left = True
+    first_s = started.elapsed() if answer.first_s is None else answer.first_s
+    phases_s = {**stats.phases_s, "first": stats.phases_s["first"] + first_s}
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
-    if beside is not None:
+    if beside is not None and not has_left:
         stats = replace(stats, **beside.end(answer.ids))
-    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - answer.first_s)
+    stats = replace(stats, ttft_s=stats.ttft_s + first_s, decode_s=started.elapsed() - first_s)
+    stats = replace(stats, phases_s=phases_s, generated_tokens=len(answer.ids))
     logger.debug("answered: %s", stats)
-    reason = "stop" if answer.has_ended else "length"
+    reason = "cancelled" if has_left else "stop" if answer.has_ended else "length"
     whole = Answer(
         answer.stream.text,
         tuple(answer.ids),
@@ -85,7 +87,11 @@ def decode(
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of),
         stop_string=answer.stream.stopped_by,
     )
-    yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
+    if not has_left:
+        yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
+        return
+    for observer in observers:
+        observer.on_cancelled(whole)
 
 
 def _traced(trace: Callable[[], Trace]) -> Trace | None:

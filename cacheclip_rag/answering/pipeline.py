@@ -106,6 +106,7 @@ class Answering:
                     turns=turns,
                     constraint=constraint,
                     text_of=text_of,
+                    observers=self.observers,
                 )
                 del prefilled  # decoding drops its KV once it goes on from the exact KV
                 events = chain((next(events),), events)

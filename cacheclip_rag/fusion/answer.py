@@ -236,7 +236,7 @@ class Answer:
     token_ids: tuple[int, ...]
     """New token ids, including the token that ended the answer."""
     finish_reason: str
-    """``stop`` (end of turn or a stop string) or ``length``."""
+    """``stop`` (end of turn or a stop string) or ``length``; for observers also ``cancelled``: its reader has left."""
     stats: FusionStats
     trace: Trace | None = None
     """Set if the request has ``trace``."""

@@ -59,6 +59,10 @@ class Observer(Closing):
     def on_answer(self, answered: ObservedAnswer) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""
 
+    def on_cancelled(self, answer: Answer) -> None:
+        """Called in the place of :meth:`on_answer`, by the same thread, when an answer's reader has left before its
+        end: with what there is of it."""
+
     def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
         """Called when an answer was compared with full prefill, by another thread: at each of its first tokens,
         ``choices`` has full prefill's likeliest one after the same tokens before."""

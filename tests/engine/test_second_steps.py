@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from planted_faults import Broken, Fault
 
-from cacheclip_rag import CacheClipEngine, Event, StoreError
+from cacheclip_rag import Answer, CacheClipEngine, Event, StoreError
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.chunks.caches import ChunkCaches, PrefixKV
 from cacheclip_rag.chunks.texts import ChunkTexts
@@ -99,13 +99,17 @@ class TestAnswer:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("count", [0, 1, 3])
     def test_a_reader_that_leaves_after_some_events(
-        self, asked: CacheClipEngine, chunks: list[str], count: int
+        self, asked: CacheClipEngine, chunks: list[str], count: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        right = asked.generate(rag(chunks[:2]), SHORT)
+        """Observers are told what there is of the answer."""
+        right, parts = asked.generate(rag(chunks[:2]), SHORT), list[Answer]()
+        monkeypatch.setattr(asked.observers[-1], "on_cancelled", parts.append)
         stream = asked.stream(rag(chunks[:2]), SHORT)
         for _ in range(count):
             next(stream)
         stream.close()
+        told = [(each.finish_reason, each.token_ids, each.stats.generated_tokens) for each in parts]
+        assert told == [("cancelled", right.token_ids[:count], count)] * (count > 0)
         assert turns_of(asked.primary).is_idle and asked.generate(rag(chunks[:2]), SHORT).text == right.text
 
     @pytest.mark.some(2)

@@ -29,7 +29,7 @@ from .bounds import check_counts
 from .counters import Counters
 from .embeddings import EMBEDDINGS, EmbeddingService
 from .errors import RequestError
-from .inspection import AnswerPages, Inspection
+from .inspection import CANCELLED, AnswerPages, Inspection
 from .messages_api import MessagesReply, messages_as_chat
 from .queue import Queue
 from .reading import read_json
@@ -332,19 +332,21 @@ class App:
                 in_background=question.in_background,
             ) as started:
                 waited_s = time.perf_counter() - began
+                finished = partial(self._finished, question, forgets[number], waited_s)
+                CANCELLED.set(finished)
                 async with aclosing(self.backend.answer(self._traced(question))) as events:
                     async for event in events:
                         started()
                         if event.answer is not None:
-                            answer = _waited(event.answer, waited_s)
-                            event = replace(event, answer=self._finished(question, answer, forgets[number]))
+                            event = replace(event, answer=finished(event.answer))
                         yield event
 
     def _traced(self, question: ServedQuestion) -> ServedQuestion:
         return replace(question, options=replace(question.options, trace=True)) if self.inspection else question
 
-    def _finished(self, question: ServedQuestion, answer: Answer, forgets: int) -> Answer:
+    def _finished(self, question: ServedQuestion, forgets: int, waited_s: float, answer: Answer) -> Answer:
         """An answer as its client gets it, once it is kept for the page."""
+        answer = _waited(answer, waited_s)
         if self.inspection is None:
             return answer
         self.inspection.add(question, answer, forgets)

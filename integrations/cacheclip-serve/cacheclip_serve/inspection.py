@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ _MOST_BYTES = 2**26
 _TOKEN_BYTES = 200
 """About what a token of a traced prompt takes."""
 _COOKIE = "cacheclip-inspect"
+CANCELLED: ContextVar[Callable[[Answer], object]] = ContextVar("cancelled", default=lambda answer: None)
+"""What is told of the running question's answer if its client leaves."""
 _HEADERS = {"cache-control": "no-store", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
 
 
@@ -68,12 +71,15 @@ class InspectedAnswer:
 
     @property
     def heading(self) -> str:
-        """The end of what was asked: a question stands behind its texts."""
+        """The end of what was asked: a question stands behind its texts. If no user waits for it, its beginning."""
         prompt = self.question.prompt
         if self.question.options.question:
             return self.question.options.question[:200]
         users = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if m["role"] == "user"]
         lines = (users[-1] if users else "").strip().splitlines() or ["(no question)"]
+        if self.question.in_background:
+            task = next((line for line in lines if not line.startswith("#")), lines[-1])
+            return f"In the background: {task[:200]}"
         return lines[-1][-200:]
 
 

@@ -35,6 +35,7 @@ _NAMES = {
     "fresh": "computed, not stored",
 }
 _EXACT = ("prefix", "cached")
+_ENDS = {"length": "cut off at the limit of tokens", "cancelled": "stopped by its client"}
 _PHASES = ("queued", "lookup", "read", "select", "assemble", "recompute", "first")
 
 _STYLE = """
@@ -167,7 +168,7 @@ def page_writer(file: Path, *, model: str) -> Callable[[str, Answer], None]:
 def list_page(rows: Sequence[tuple[int, str, Answer]], most: int) -> str:
     """The page of all answers, the latest first: number, question and answer of each."""
     items = "".join(
-        f'<li><a href="/inspect/{number}">{escape(question)}<small>{_in_short(answer.stats)}</small></a></li>'
+        f'<li><a href="/inspect/{number}">{escape(question)}<small>{_in_short(answer)}</small></a></li>'
         for number, question, answer in rows
     )
     none = "" if rows else "<p>No question was answered yet.</p>"
@@ -182,8 +183,10 @@ def note_page(title: str, text: str, place: str) -> str:
     return whole_page(title, back, f'<p class="answer">{escape(text)}</p>', style=_STYLE)
 
 
-def _in_short(stats: FusionStats) -> str:
-    return f"{stats.hits} found · {stats.reused_tokens:,} of {stats.prompt_tokens:,} reused · {stats.ttft_s:.2f} s"
+def _in_short(answer: Answer) -> str:
+    stats, end = answer.stats, _ENDS.get(answer.finish_reason)
+    facts = [f"{stats.hits} texts found", f"{stats.reused_tokens:,} of {stats.prompt_tokens:,} tokens reused"]
+    return " · ".join([*facts, f"first token after {stats.ttft_s:.2f} s", *([end] if end else [])])
 
 
 def _compared(compared: ComparedAnswer | None) -> str:
@@ -209,8 +212,8 @@ def _summary(answer: Answer, model: str) -> str:
     facts = [f"method {stats.method}", f"ratio {stats.nominal_ratio:.3g}", model]
     if stats.confidence is not None:
         facts.insert(2, f"confidence {stats.confidence:.2f}")
-    if answer.finish_reason == "length":
-        facts.append("cut off at the limit of tokens")
+    if answer.finish_reason in _ENDS:
+        facts.append(_ENDS[answer.finish_reason])
     if stats.verified_tokens is not None:
         facts.append(f"{stats.verified_tokens} of {stats.generated_tokens} tokens are full prefill's own")
     if stats.fallback:

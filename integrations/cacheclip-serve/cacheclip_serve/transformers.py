@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheclip_care import explain_miss, plausible
 
-from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
+from cacheclip_rag import Answer, CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
 from cacheclip_rag.adapters import (
     can_constrain,
     final_events,
@@ -28,7 +28,7 @@ from cacheclip_rag.store import layer_shapes, open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import names_of, renamed, without_hits, without_paths
-from .inspection import Inspection
+from .inspection import CANCELLED, Inspection
 from .learning import LearnedTexts
 
 _SHARE_FOR_KV = 0.5
@@ -45,10 +45,13 @@ INSPECTED = "inspect"
 
 @dataclass(eq=False, slots=True)
 class EngineSeen(Observer):
-    """Tells an inspection what full prefill chooses along answers of an engine."""
+    """Tells an inspection what full prefill chooses along answers of an engine, and of answers whose clients left."""
 
     engine: CacheClipEngine
     inspection: Inspection
+
+    def on_cancelled(self, answer: Answer) -> None:
+        CANCELLED.get()(answer)
 
     def on_compared(self, token_ids: Sequence[int], choices: Sequence[int]) -> None:
         self.inspection.compare(token_ids, choices, self.engine.primary.decode_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from html import escape
@@ -18,7 +19,7 @@ from cacheclip_serve.inspection import MOST_ANSWERS, Inspection
 from cacheclip_serve.pages import ComparedAnswer, answer_page
 from cacheclip_serve.transformers import TransformersBackend
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
-from serve_cases import Served, running
+from serve_cases import Served, running, until
 
 from cacheclip_rag import Answer, CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
 
@@ -157,6 +158,38 @@ def test_erasures_before_the_first_answer_are_seen(config: EngineConfig) -> None
     other.release(CHUNKS[:1])
     backend._store.erasures.look()
     assert inspection.forgets("other") == 1 and not inspection.forgets("default")
+
+
+def test_an_answer_that_its_client_stopped(pages: tuple[Served, Inspection], monkeypatch: pytest.MonkeyPatch) -> None:
+    served, inspection = pages
+    events, gate = served.backend._events, threading.Event()
+
+    def held(asked: ServedQuestion) -> Iterator[Event]:
+        for event in events(asked):
+            yield event
+            gate.wait(30)
+
+    monkeypatch.setattr(served.backend, "_events", held)
+    body = {"messages": [{"role": "user", "content": "Stopped?"}], "max_tokens": 9, "stream": True}
+    with served.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        next(reply.iter_lines())
+    until(lambda: served.server.app._counters.disconnects)
+    gate.set()
+    until(lambda: inspection.of("default")[:1] and inspection.of("default")[0].heading == "Stopped?")
+    client = visitor(served, inspection)
+    assert "stopped by its client" in client.get("/inspect").text
+    page = client.get(f"/inspect/{inspection.of('default')[0].number}").text
+    assert "stopped by its client" in page and "Stopped?" in Elements(page).text
+
+
+def test_what_nobody_waits_for(served: Served) -> None:
+    """Ends with a tag that says nothing: its beginning tells what it is."""
+    asked = "### Task:\nGenerate 1-3 broad tags for the chat.\n<chat_history>\nWhy?\n</chat_history>"
+    answer, inspection = served.engine.generate("Why?", max_tokens=1), Inspection(["default"])
+    for is_behind in (False, True):
+        inspection.add(replace(question(asked), in_background=is_behind), answer, 0)
+    headings = [each.heading for each in inspection.of("default")]
+    assert headings == ["In the background: Generate 1-3 broad tags for the chat.", "</chat_history>"]
 
 
 @pytest.mark.parametrize("method", ["cacheclip", "full"])

@@ -9,7 +9,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from cacheclip_serve import AnswerPages, CacheClipField, InspectedAnswer, Inspection, ServedQuestion
+from cacheclip_serve import AnswerPages, CacheClipField, InspectedAnswer, Inspection, ServedQuestion, in_background
 from starlette.routing import Route as PathRoute, Router
 from starlette.types import Receive, Scope, Send
 
@@ -69,7 +69,8 @@ class Inspecting:
                 trace = planner.trace(way.planned, stats)
         answer = Answer(said.text, (), said.finish_reason, stats, trace, reasoning=said.reasoning)
         prompt = "" if way.asked is None else way.asked.prompt
-        question = ServedQuestion(prompt, page.tenant, page.field.call_options())
+        behind = in_background(page.field.background, prompt)
+        question = ServedQuestion(prompt, page.tenant, page.field.call_options(), in_background=behind)
         return self._inspection.add(question, answer, page.forgets)
 
 
