@@ -4,10 +4,10 @@
     python benchmarks/limits.py --only decode,memory --primary packaged:qwen2.5-coder-0.5b --dtype bfloat16
 
 ``decode``: seconds per token after the first one, of a streamed answer with a stop string that never comes, against
-transformers' ``generate``. ``ingest``: seconds to store texts that are cut already, for primary
-and auxiliary, against the same tokens in batches through plain transformers, behind the same context, and against one
-pass per text without any context. ``memory``: how much more memory one question takes at its peak, beyond what the
-process held after a short question, against the KV of its prompt.
+transformers' ``generate``. ``ingest``: seconds to store texts that are cut already, for primary and auxiliary, against
+the same tokens in batches through plain transformers, behind the same context, and against one pass per text without
+any context. ``memory``: how much more memory one question takes at its peak, beyond what the process held after a short
+question, against the KV of its prompt.
 
 Ways take turns, so that a slow minute hits all of them; the ratios are of medians. Each row has a limit: the exit code
 is 1 if a ratio misses it.

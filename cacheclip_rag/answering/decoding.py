@@ -67,6 +67,7 @@ def decode(
         yield from answer.events()
     except GeneratorExit:  # its reader often asks the same again
         has_left = True
+    assert has_left or answer.first_s is not None, "text stays at the latest when the answer was verified"
     first_s = started.elapsed() if answer.first_s is None else answer.first_s
     phases_s = {**stats.phases_s, "first": stats.phases_s["first"] + first_s}
     rest = answer.stream.flush()
@@ -87,11 +88,10 @@ def decode(
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of),
         stop_string=answer.stream.stopped_by,
     )
+    for observer in observers if has_left else ():
+        observer.on_cancelled(whole)
     if not has_left:
         yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
-        return
-    for observer in observers:
-        observer.on_cancelled(whole)
 
 
 def _traced(trace: Callable[[], Trace]) -> Trace | None:
