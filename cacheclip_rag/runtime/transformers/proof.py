@@ -182,23 +182,12 @@ def _gaps(runtime: Any, seed: int, checks: tuple[str, ...]) -> dict[str, float]:
     rows = torch.unique(torch.cat((torch.randint(last, (count // 3,), generator=make), torch.tensor([last]))))
     num_kept = len(rows) // 2  # the others leave before the last layer
 
-    def recomputed(positions: torch.Tensor) -> torch.Tensor:
-        """Logits after rows whose KV was wrong, among others whose KV was stored."""
-        cache = runtime.new_cache(count)
-        cache.fill(kv, slot=0, position=0)
-        cache.extend_to(count)
-        for layer in cache.layers:
-            layer.keys[:, :, rows], layer.values[:, :, rows] = 3.0, -3.0
-        pattern = causal_pattern(rows, runtime.device)
-        logits: torch.Tensor = runtime.run_rows(
-            cache, ids[rows], positions, pattern, slots=rows, logits_to_keep=num_kept
-        )
-        return logits
-
-    gaps["recompute"] = gap_between(recomputed(rows), expected[rows[-num_kept:]])
-    gaps["moved"] = _gap_of_moved(runtime, ids[:_MOVED], kv[:, :, :, :_MOVED])
+    asked = ids, kv, rows, num_kept
+    gaps["recompute"] = gap_between(_recomputed(runtime, *asked, rows)[0], expected[rows[-num_kept:]])
+    wrong, cache = _recomputed(runtime, *asked, (rows - 3 * (rows % 2)).clamp(min=0), num_alone=_MOVED)
+    gaps["moved"] = _gap_of_moved(cache, kv[:, :, :, :_MOVED], count)
     if any(runtime.rotary.readings):
-        gaps[_PLANTED] = gap_between(recomputed((rows - 3 * (rows % 2)).clamp(min=0)), expected[rows[-num_kept:]])
+        gaps[_PLANTED] = gap_between(wrong, expected[rows[-num_kept:]])
     if checks is _WHOLE:
         gaps |= _gaps_of_decoding(runtime, ids, exact, expected) | _gaps_of_stored(runtime, ids, expected[last])
         gaps |= {"length": _gap_of_lengths(runtime, ids[:6]), "scores": _gap_of_scores(runtime, ids)}
@@ -207,6 +196,39 @@ def _gaps(runtime: Any, seed: int, checks: tuple[str, ...]) -> dict[str, float]:
     if rounds and max(gaps[what] for what in checks) > limit:
         gaps[_NOISE] = noise_of(runtime, ids, expected, make)
     return gaps
+
+
+def _recomputed(
+    runtime: Any,
+    ids: torch.Tensor,
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    num_kept: int,
+    positions: torch.Tensor,
+    *,
+    num_alone: int = 0,
+) -> tuple[torch.Tensor, Any]:
+    """Logits of the last ``num_kept`` of some rows whose KV was wrong, among others whose KV was stored; and the cache.
+    As each pass reads all weights, this one also computes the first ``num_alone`` tokens again, in the slots behind, at
+    as many positions further, where they see only themselves."""
+    count, first = len(ids), torch.arange(num_alone)
+    cache = runtime.new_cache(count + num_alone)
+    cache.fill(kv, slot=0, position=0)
+    cache.extend_to(count + num_alone)
+    for layer in cache.layers:
+        layer.keys[:, :, rows], layer.values[:, :, rows] = 3.0, -3.0
+    blocks = [Block.of(slice(num_alone, num_alone + len(rows)), slice(0, count), rows, runtime.device)]
+    if num_alone:
+        blocks.insert(0, Block.of(slice(0, num_alone), slice(count, count + num_alone), first, runtime.device))
+    logits: torch.Tensor = runtime.run_rows(
+        cache,
+        torch.cat((ids[first], ids[rows])),
+        torch.cat((num_alone + first, positions)),
+        AttentionPattern(blocks),
+        slots=torch.cat((count + first, rows)),
+        logits_to_keep=num_kept,
+    )
+    return logits, cache
 
 
 def ordinary_ids(runtime: Any) -> torch.Tensor:
@@ -276,22 +298,14 @@ def _gaps_of_stored(runtime: Any, ids: torch.Tensor, expected: torch.Tensor) -> 
     return {"stored": gap_between(runtime.extend(cache, ids[last:], last), expected)}
 
 
-def _gap_of_moved(runtime: Any, ids: torch.Tensor, kv: torch.Tensor) -> float:
-    """The KV of a text that was computed at position 0, moved, against that computed where it is moved to."""
-    half = len(ids)
-    here = torch.arange(half, 2 * half)
-    block = Block.of(slice(0, half), slice(half, 2 * half), here - half, runtime.device)
-    cache = runtime.new_cache(2 * half)
-    cache.fill(kv, slot=0, position=0)
-    cache.extend_to(2 * half)
-    runtime.run_rows(cache, ids, here, AttentionPattern([block]), slots=here, head=False)
-    computed = [(layer.keys[0, :, here], layer.values[0, :, here]) for layer in cache.layers]
-    cache.fill(kv, slot=half, position=half)
-    pairs = zip(cache.layers, computed, strict=True)
-    return max(
-        max(gap_between(layer.keys[0, :, here], keys), gap_between(layer.values[0, :, here], values))
-        for layer, (keys, values) in pairs
-    )
+def _gap_of_moved(cache: Any, kv: torch.Tensor, slot: int) -> float:
+    """The KV of a text that was computed at position 0, moved by its length, against that computed there, which begins
+    at ``slot``."""
+    num_tokens = kv.shape[3]
+    parts = [array[0, :, slot : slot + num_tokens] for array in cache.arrays]
+    computed = [part.clone() for part in parts]
+    cache.fill(kv, slot=slot, position=num_tokens)
+    return max(map(gap_between, parts, computed))
 
 
 def _gap_of_lengths(runtime: Any, ids: torch.Tensor) -> float:
