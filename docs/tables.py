@@ -6,6 +6,7 @@ A page asks for one by a line of its own: ``<!-- table: methods -->``.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cacheclip_testing import verdicts
 from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+MODELS = Path(__file__).with_name("models.toml")
 _SHOWN = {"equal_answers": "{:.0%}", "kl_to_full": "{:.3f}", "charged_ratio": "{:.2f}", "speedup_vs_full": "{:.1f}x"}
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
@@ -62,11 +64,32 @@ def packaged_models_table() -> str:
     return _table(("name", "model", "download", "context, tokens", "licence"), rows)
 
 
-def classes_table() -> str:
-    """What ``benchmarks/prove_models.py`` found out about each class of transformers."""
+def models_table() -> str:
+    """One row a model that people run, with the verdict about its classes."""
+    models = tomllib.loads(MODELS.read_text(encoding="utf-8"))
+    verdict_of = {name: kind for kind, names in _by_verdict().items() for name in names}
+    rows = [
+        (
+            name,
+            ", ".join(f"`{each}`" for each in classes),
+            "; ".join(dict.fromkeys(verdict_of[each] for each in classes)),
+        )
+        for name, classes in models.items()
+    ]
+    return _table(("model", "`model_type`", "verdict"), rows)
+
+
+def _by_verdict() -> dict[str, list[str]]:
+    """Classes of transformers by what ``benchmarks/prove_models.py`` found out about them."""
     kinds: dict[str, list[str]] = {"exact": verdicts()["exact"], "exact, experimental": verdicts()["recurrent"]}
     for name, reason in verdicts()["refused"].items():
         kinds.setdefault(f"refused: {reason}", []).append(name)
+    return kinds
+
+
+def classes_table() -> str:
+    """One row a verdict, with all classes that have it."""
+    kinds = _by_verdict()
     rows = [(kind, len(names), ", ".join(f"`{name}`" for name in names)) for kind, names in kinds.items()]
     return _table(("verdict", "classes", "`model_type`"), rows[:2] + sorted(rows[2:], key=lambda row: -row[1]))
 
@@ -102,6 +125,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
     "packaged-models": packaged_models_table,
+    "models": models_table,
     "classes": classes_table,
     "results": results_table,
 }

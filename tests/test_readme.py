@@ -279,6 +279,11 @@ class TestPages:
         proven, *refused = tables.classes_table().splitlines()[2:]
         assert proven in models and "`llama`, " in proven and f"| {len(verdicts()['exact'])} |" in proven
         assert any("recurrent layers" in row and "`jamba`" in row for row in refused)
+        known = {row.split("|")[1].strip(): row for row in tables.models_table().splitlines()}
+        assert all(row in models for row in known.values()) and len(known) == 32  # with the head
+        for name, verdict in (("Gemma 4 31B", "exact"), ("Qwen3.5", "exact, experimental")):
+            assert known[name].endswith(f"| {verdict} |")
+        assert verdicts()["refused"]["deepseek_v4"] in known["DeepSeek-V4"]
 
     def test_nothing_is_left_to_fill_in(self) -> None:
         for name, text in WRITTEN.items():
