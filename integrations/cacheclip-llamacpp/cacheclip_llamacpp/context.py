@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cacheclip_rag import ModelError, UnsupportedModelError
+from cacheclip_rag import ModelError
 
 from .library import library
 from .weights import GgufWeights
@@ -255,6 +255,15 @@ class Context:
             finally:
                 for each in cells:
                     each.room = 1
+
+    def moved(self, data: bytes, at: int) -> bytes:
+        """What :meth:`dump` writes of a token, once what it wrote of it elsewhere is moved to position ``at``."""
+        with self._lock:
+            cells = self.new(1)
+            cells.runs = []
+            is_read = self.load(torch.frombuffer(bytearray(data), dtype=torch.uint8), 1, cells, first=0, count=1, at=at)
+            assert is_read, "llama.cpp reads what it has written"
+            return self.dump(cells, at, at + 1)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         step = self._weights.window or max(1, stop - start)
@@ -488,9 +497,7 @@ class Context:
         opened = _Opened(pointer, api.llama_get_memory(pointer), num_cells, end)
         if not api.llama_memory_can_shift(opened.memory):
             end()
-            raise UnsupportedModelError(
-                f"model {self._weights.name!r} cannot be used: llama.cpp cannot move its KV to other positions."
-            )
+            self._weights.refuse("llama.cpp cannot move its KV to other positions")
         return opened
 
     def _close(self) -> None:

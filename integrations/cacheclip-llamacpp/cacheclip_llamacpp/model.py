@@ -27,7 +27,7 @@ from cacheclip_rag.runtime import (
 from .context import KV_TYPE, Cells, Context
 from .late_correction import LateCorrection, Runs
 from .library import library_version
-from .rotary import Rotation, measured_positions, measured_rotations
+from .rotary import Rotation, are_alike, measured_positions, measured_rotations
 from .tokenizer import GgufTokenizer
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
@@ -284,15 +284,20 @@ class LlamaRuntime(ChatText):
 
     def _measured_rotations(self) -> list[Rotation] | None:
         """How the keys of all layers are rotated; None, with a warning, if this version of llama.cpp writes or rotates
-        KV otherwise than those that were tried."""
+        KV otherwise than those that were tried. Raises UnsupportedModelError: keys that it moves are not those that it
+        computes there."""
         positions = measured_positions(self.reuse_tokens)
         ids = [self.vocab_size // 3, self.vocab_size * 2 // 3]
-        written = iter(self._context.alone([(position, token) for position in positions for token in ids]))
+        data = self._context.alone([(position, token) for position in positions for token in ids])
+        written, last = iter(data), positions[-1]
         try:
             found = [[WrittenKV(next(written), at, at + 1) for _ in ids] for at in positions]
+            moved = WrittenKV(self._context.moved(data[0], last), last, last + 1)
         except UnknownLayoutError as error:
             logger.warning("KV of %s is not corrected: llama.cpp writes it in an unknown way (%s)", self.name, error)
             return None
+        if not are_alike(moved, found[-1][0]):
+            self._weights.refuse("llama.cpp moves its keys otherwise than it computes them")
         rotations = measured_rotations(
             found,
             positions,

@@ -107,6 +107,16 @@ def measured_rotations(
     return rotations
 
 
+def are_alike(moved: WrittenKV, computed: WrittenKV) -> bool:
+    """Whether the KV of a token is the same in all layers, but for rounding."""
+    pairs = [
+        [kv.take([layer], is_value).float() for kv in (moved, computed)]
+        for layer in range(computed.num_layers)
+        for is_value in (False, True)
+    ]
+    return all(float((one - other).norm()) <= _TOLERANCE * float(other.norm()) for one, other in pairs)
+
+
 def _angles(keys: torch.Tensor, positions: Sequence[int], rotary_dim: int) -> torch.Tensor:
     """Radians per position of each pair of numbers. Long keys count more: they are rounded least."""
     half = rotary_dim // 2

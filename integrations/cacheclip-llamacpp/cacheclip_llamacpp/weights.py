@@ -10,6 +10,7 @@ import weakref
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 from cacheclip_rag import ModelError, UnsupportedModelError
 from cacheclip_rag.plugins import cache_home, python_command, python_environment
@@ -126,10 +127,14 @@ class GgufWeights:
         """Raise UnsupportedModelError, with the reason, if the model's KV cannot be moved exactly."""
         why = self._obstacle()
         if why is not None:
-            raise UnsupportedModelError(
-                f"model {self.name!r} ({self.meta('general.architecture')}) cannot be used: {why}. Choose a model that "
-                "attends to all earlier tokens or to a sliding window, with rotary embeddings."
-            )
+            self.refuse(why)
+
+    def refuse(self, why: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"model {self.name!r} ({self.meta('general.architecture')}) cannot be used in llama.cpp: {why}. Choose a "
+            "model that attends to all earlier tokens or to a sliding window, with rotary embeddings, or this one's "
+            "checkpoint for transformers, which runs more."
+        )
 
     def _obstacle(self) -> str | None:
         api, model = library(), self.pointer

@@ -447,6 +447,23 @@ def test_models_whose_kv_cannot_be_moved(files: Any, tmp_path: Path, architectur
     GgufWeights(files["llama"], "llama", vocabulary_only=True).check_supported()
 
 
+@pytest.mark.parametrize(
+    ("place", "other", "why"),
+    [
+        ("llama_cpp.llama_cpp.llama_memory_can_shift", False, "cannot move its KV"),
+        ("cacheclip_llamacpp.context.Context._settle", None, "moves its keys otherwise"),  # it never rotates them
+    ],
+)
+def test_a_model_whose_kv_llama_cpp_moves_wrongly_is_refused_when_it_is_loaded(
+    files: Any, place: str, other: Any, why: str, monkeypatch: Any
+) -> None:
+    """With its architecture."""
+    unload_models()
+    monkeypatch.setattr(place, lambda *args: other)
+    with pytest.raises(UnsupportedModelError, match=rf"\(gemma3\) cannot be used in llama.cpp: .*{why}"):
+        load.load_any(files["gemma3"])
+
+
 def test_more_chunks_than_sequences(make: MakeEngine) -> None:
     engine = make()
     chunks = [f"Boat {number} sails to island {number * 7}." for number in range(70)]
