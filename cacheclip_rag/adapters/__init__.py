@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         is_neutral as is_neutral,
         says_nothing as says_nothing,
     )
-    from .page import whole_page as whole_page
+    from .page import html_table as html_table, whole_page as whole_page
     from .precomputing import (
         PrecomputeCost as PrecomputeCost,
         all_stored as all_stored,
@@ -78,7 +78,7 @@ __getattr__, __all__ = late_names(
         "finishing": "final_events telemetry token_usage",
         "forced_tools": "SCHEMA_OF_CALLS allowed_tools can_constrain forced_tool uses_tools with_tool_choice",
         "neutral": "IGNORED NEUTRAL changes_nothing is_neutral says_nothing",
-        "page": "whole_page",
+        "page": "html_table whole_page",
         "precomputing": "PrecomputeCost all_stored precompute_cost precompute_in_batches",
         "remote": "RemoteEngine",
         "served": "ServedFields",

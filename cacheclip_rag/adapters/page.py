@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 _STYLE = """
@@ -18,8 +19,16 @@ h1, h2 { line-height: 1.2; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 thead th { vertical-align: bottom; }
+th:first-child, .text { text-align: left; }
+td.text { white-space: normal; overflow-wrap: anywhere; }
 small { color: var(--faint); font-weight: 400; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 45rem) {
+  table, tbody { display: block; } thead, th:empty, td:empty { display: none; }
+  tbody tr { display: flex; flex-wrap: wrap; gap: .1rem .9rem; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  tbody tr th, tbody tr td { border: 0; padding: 0; text-align: left; overflow-wrap: anywhere; }
+  tbody tr td.text { flex: 1 0 80%; } td[data-title]::before { content: attr(data-title) " "; color: var(--faint); }
+}
 """
 
 
@@ -40,3 +49,18 @@ def whole_page(title: str, *parts: str, style: str = "") -> str:
             "</body>\n</html>\n",
         )
     )
+
+
+def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = ()) -> str:
+    """A table of HTML cells, the first of a row its heading. Columns are figures but those with a title in ``texts``.
+    On a phone a row is a paragraph, and each figure stands behind its column's title."""
+    names = [escape(title) for title in titles]
+    texts = [' class="text" dir="auto"' * (title in texts) for title in titles]
+    marks = [text or f' data-title="{name}"' for name, text in zip(names, texts, strict=True)][1:]
+    head = "".join(f'<th scope="col"{text}>{name}</th>' for name, text in zip(names, texts, strict=True))
+    lines = [
+        (heading, "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks, cells, strict=True)))
+        for heading, *cells in rows
+    ]
+    body = "\n".join(f'<tr><th scope="row">{heading}</th>{cells}</tr>' for heading, cells in lines)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cacheclip_rag import Answer, ConfigurationError, FusionStats, Trace
-from cacheclip_rag.adapters import whole_page
+from cacheclip_rag.adapters import html_table, whole_page
 
 _LEAST_FRESH = 32
 """Fewest tokens of a text that could be stored: shorter parts are not reused."""
@@ -52,8 +52,7 @@ ul.key { list-style: none; padding: 0; margin: .4rem 0 1rem; display: flex; gap:
   color: var(--faint); }
 ul.key i { display: inline-block; width: .7rem; height: .7rem; margin-right: .35rem; border-radius: .15rem; }
 table { width: 100%; margin: .5rem 0 1rem; }
-th:first-child, th:nth-child(2), td.text { text-align: left; } td { white-space: nowrap; }
-td.text, td:last-child { white-space: normal; } td.text { min-width: 7rem; overflow-wrap: anywhere; }
+td { white-space: nowrap; } td:last-child { white-space: normal; } td.text { min-width: 7rem; }
 td.text small { display: block; } meter { width: 4rem; }
 form, form button { display: inline; font: inherit; }
 pre.prompt { font: .9rem/1.9 ui-monospace, monospace; border: 1px solid var(--line); border-radius: .5rem;
@@ -67,8 +66,6 @@ pre.prompt .fresh { outline: 0; } .looked { background: rgb(140 50 190); } .diff
 .queued { background: #c4c8cd; } .lookup { background: #9aa7b5; } .read { background: #6fa8dc; }
 .select { background: #b48ad6; } .assemble { background: #7fc4b2; } .recompute { background: #ef9f4b; }
 .first { background: #8d6e63; }
-@media (max-width: 45rem) { th, td { padding: .3rem .2rem; } table { font-size: .72rem; } meter { display: none; }
-  td:nth-child(n + 4) { white-space: normal; } form button { padding: 0 .2rem; } }
 """
 
 
@@ -237,20 +234,18 @@ def _phases(stats: FusionStats) -> tuple[str, str]:
 def _sources(trace: Trace, stats: FusionStats, place: str | None) -> str:
     """What the prompt's KV came from, a row each, then what no store had."""
     titles = ("", "source", "tokens", "computed again", "share of scores", "read from", "exact")
-    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    rows = [*_of_kinds(trace), *_of_texts(trace, stats), *_not_found(trace, place)]
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return html_table(titles, [*_of_kinds(trace), *_of_texts(trace, stats), *_not_found(trace, place)], {"source"})
 
 
-def _of_kinds(trace: Trace) -> Iterator[str]:
+def _of_kinds(trace: Trace) -> Iterator[tuple[str, ...]]:
     for kind in _NAMES:
         spans = [span for span in trace.spans if span.kind == kind and span.text is None]
         if spans and kind != "fresh":
             tokens = sum(span.stop - span.start for span in spans)
-            yield _row("", _NAMES[kind], f"{tokens:,}", "", "", "memory", _exactness(trace, spans))
+            yield ("", _NAMES[kind], f"{tokens:,}", "", "", "memory", _exactness(trace, spans))
 
 
-def _of_texts(trace: Trace, stats: FusionStats) -> Iterator[str]:
+def _of_texts(trace: Trace, stats: FusionStats) -> Iterator[tuple[str, ...]]:
     again = {*trace.recomputed}
     for number, text in enumerate(trace.texts):
         spans = [span for span in trace.spans if span.text == number]
@@ -262,7 +257,7 @@ def _of_texts(trace: Trace, stats: FusionStats) -> Iterator[str]:
                 "stands here in another form" if text.is_altered else stats.fallback if text.is_stored else "not stored"
             )
             tokens = sum(span.stop - span.start for span in spans)
-            yield _row(str(number + 1), title, f"{tokens:,} / {text.num_tokens:,}", "all", "", escape(why or ""), "yes")
+            yield (str(number + 1), title, f"{tokens:,} / {text.num_tokens:,}", "all", "", escape(why or ""), "yes")
             continue
         tokens = sum(span.stop - span.start for span in used)
         computed = sum(n in again for span in used for n in range(span.start, span.stop))
@@ -271,10 +266,10 @@ def _of_texts(trace: Trace, stats: FusionStats) -> Iterator[str]:
         share_again = f"{computed:,} <small>{computed / tokens:.0%}</small>"
         count = f"{tokens:,} / {text.num_tokens:,}"
         medium = escape(text.medium or "memory")
-        yield _row(str(number + 1), title, count, share_again, meter, medium, _exactness(trace, used))
+        yield (str(number + 1), title, count, share_again, meter, medium, _exactness(trace, used))
 
 
-def _not_found(trace: Trace, place: str | None) -> Iterator[str]:
+def _not_found(trace: Trace, place: str | None) -> Iterator[tuple[str, ...]]:
     for text in fresh_texts(trace):
         links = "not stored"
         if place is not None:
@@ -282,7 +277,7 @@ def _not_found(trace: Trace, place: str | None) -> Iterator[str]:
                 f' · <a href="{escape(place)}/why?start={text.start}">why?</a> · <form method="post" '
                 f'action="{escape(place)}/learn?start={text.start}"><button>learn it</button></form>'
             )
-        yield _row("–", escape(_short(text.text)), f"{text.stop - text.start:,}", "all", "", links, "yes")
+        yield ("–", escape(_short(text.text)), f"{text.stop - text.start:,}", "all", "", links, "yes")
 
 
 def _exactness(trace: Trace, spans: Sequence[object]) -> str:
@@ -293,11 +288,6 @@ def _exactness(trace: Trace, spans: Sequence[object]) -> str:
         return f"no, {trace.turns} turns since"
     pasts = [span.past for span in spans if span.past is not None]  # type: ignore[attr-defined]
     return f"no, {sum(pasts) / len(pasts):.0%} of its past" if pasts else "no"
-
-
-def _row(number: str, text: str, *cells: str) -> str:
-    row = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f'<tr><th scope="row">{number}</th><td class="text" dir="auto">{text}</td>{row}</tr>\n'
 
 
 def _short(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,8 +51,8 @@ def measured(settings: CommandSettings, **own: Any) -> EngineConfig:
     return config
 
 
-def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
-    """Print tables by title, then lines of text."""
+def print_tables(tables: Mapping[str, Rows], *lines: str, texts: Collection[str] = ()) -> None:
+    """Print tables by title, then lines of text. Columns with a title in ``texts`` are no figures."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -63,7 +63,7 @@ def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
         printed = Table(title=Text(title))
         for number, each in enumerate(titles):
             is_name = number == 0  # is read whole; figures' titles may take several lines
-            printed.add_column(Text(each), justify="left" if is_name else "right", no_wrap=is_name)
+            printed.add_column(Text(each), justify="left" if is_name or each in texts else "right", no_wrap=is_name)
         for row in rows:
             printed.add_row(*map(Text, row))  # names and texts of others, in which brackets mean nothing
         out.print(printed)

@@ -41,7 +41,7 @@ def doctor(
     if tokens_per_second is not None:
         check_number("--tokens-per-second", tokens_per_second, "above 0", above=0.0, most=float("inf"))
 
-    from ..doctor.report import Report, chars_per_token, to_html
+    from ..doctor.report import TEXTS, Report, chars_per_token, to_html
     from ..doctor.requests import RequestLog
     from ..doctor.reuse import CHARS_PER_TOKEN, measured
 
@@ -59,7 +59,7 @@ def doctor(
         print_json(report.to_dict())
         return
     left = [f"{report.unreadable:,} lines hold no request."] if report.unreadable else []
-    print_tables(report.tables(), *left, report.verdict())
+    print_tables(report.tables(), *report.meanings(), *left, report.verdict(), texts=TEXTS)
 
 
 def _with_progress(title: str, items: Iterable[T], total: int | None) -> list[T]:

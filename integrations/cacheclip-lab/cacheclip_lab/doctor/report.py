@@ -25,9 +25,11 @@ _MOST_COUNTED = 1_000_000
 """Characters that are enough to say how many are a token."""
 _MOST_BARS = 160
 _SHOWN = 60
+TEXTS = ("line (then / now)",)
+"""Titles of columns that are no figures."""
 _KINDS = ("prefix", "moved", "recurring", "new")
 _MEANINGS = {
-    "prefix": "an exact prefix cache serves it",
+    "prefix": "it began an earlier prompt, too: an exact prefix cache serves it",
     "moved": "it moved together with what stood before it: KV of earlier prompts serves it",
     "recurring": "it recurs in other company: stored chunks serve it, of which a fifth is computed again",
     "new": "it was never seen: it must be computed",
@@ -129,7 +131,7 @@ class Report:
 
     def _saved(self, share: float) -> str:
         seconds = self.seconds(share / max(1, self.whole.requests))
-        return "" if seconds is None else f", {seconds:.1f} s of prefill less a request"
+        return "" if seconds is None else f", and save {seconds:.1f} s of prefill a request"
 
     def tables(self, most: int = 8) -> dict[str, Rows]:
         """By title: sessions, and the ``most`` costliest causes."""
@@ -152,11 +154,17 @@ class Report:
             ]
             for cause in self.causes[:most]
         ]
+        counted = f"Tokens of prompts, at {self.chars_per_token:.1f} characters each"
         tables: dict[str, Rows] = {
-            "Tokens of prompts": (["session", "requests", "tokens", *_KINDS, "served here"], sessions),
-            "Where prefixes break": (["part", "line (then / now)", "requests", "tokens lost"], breaks),
+            counted: (["session", "requests", "tokens", *_KINDS, "served here"], sessions),
+            "Where prefixes break": (["part", *TEXTS, "requests", "tokens lost"], breaks),
         }
         return {title: table for title, table in tables.items() if table[1]}
+
+    @staticmethod
+    def meanings() -> list[str]:
+        """What the kinds of tokens are, a line each."""
+        return [f"{kind}: {meaning}." for kind, meaning in _MEANINGS.items()]
 
     def to_dict(self) -> dict[str, Any]:
         whole = asdict(self)
@@ -202,7 +210,7 @@ def to_html(report: Report, reuses: Sequence[PromptReuse]) -> str:
         "What caches would serve",
         f"<p>{escape(report.verdict())}</p>",
         _figure(report, reuses),
-        *(text_table(title, "", table) for title, table in report.tables(30).items()),
+        *(text_table(title, "", table, TEXTS) for title, table in report.tables(30).items()),
     )
 
 
@@ -230,6 +238,7 @@ def _figure(report: Report, reuses: Sequence[PromptReuse]) -> str:
     )
     each = "a request" if size == 1 else f"{size} requests, their mean"
     return (
-        f'<svg viewBox="0 0 960 240" role="img" aria-label="Tokens of each request" width="100%">{"".join(bars)}</svg>'
+        '<svg viewBox="0 0 960 240" preserveAspectRatio="none" role="img" aria-label="Tokens of each request" '
+        f'width="100%" height="240">{"".join(bars)}</svg>'
         f"<p>A bar is {each}, in their order; the highest has {report.tokens(highest):,} tokens.</p><dl>{legend}</dl>"
     )

@@ -6,11 +6,11 @@ Text from models and datasets is escaped, and the page's content security policy
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.adapters import whole_page
+from cacheclip_rag.adapters import html_table, whole_page
 
 from .records import Record
 from .tables import (
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
 _STYLE = """
-th:first-child, td.answer, .item thead th:nth-child(2) { text-align: left; }
 tbody th { white-space: nowrap; font-weight: 600; }
-td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; width: 100%; }
+td.text { min-width: 16rem; width: 100%; } .item td.text { white-space: pre-wrap; }
 small { display: block; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
 dt { color: var(--ink); } dd { margin: 0; }
@@ -76,20 +75,13 @@ def _summary_table(summary: dict[str, Any]) -> str:
 
 
 def _table(columns: list[Column], cells: dict[str, list[Cell]]) -> str:
-    body = {label: "".join(map(_cell, row)) for label, row in cells.items()}
-    return _rows(["Method", *(column.title for column in columns)], list(body.items()))
-
-
-def _rows(titles: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
-    """A table of rows, each its heading and the HTML of its cells."""
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    body = "\n".join(f'<tr><th scope="row">{escape(heading)}</th>{cells}</tr>' for heading, cells in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    rows = [(escape(label), *map(_cell, row)) for label, row in cells.items()]
+    return html_table(["Method", *(column.title for column in columns)], rows)
 
 
 def _cell(cell: Cell) -> str:
     interval = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
-    return f"<td>{escape(cell.text)}{interval}</td>"
+    return f"{escape(cell.text)}{interval}"
 
 
 def _gate(summary: dict[str, Any]) -> str:
@@ -107,13 +99,14 @@ def _gate(summary: dict[str, Any]) -> str:
     )
 
 
-def text_table(title: str, says: str, table: Rows) -> str:
-    """A heading, HTML under it, and a table of texts; empty without rows."""
+def text_table(title: str, says: str, table: Rows, texts: Collection[str] = ()) -> str:
+    """A heading, HTML under it, and a table, in which columns with a title in ``texts`` are no figures; empty without
+    rows."""
     titles, rows = table
     if not rows:
         return ""
-    cells = [(label, "".join(f"<td>{escape(text)}</td>" for text in texts)) for label, *texts in rows]
-    return f"<h2>{title}</h2>\n{f'<p>{says}</p>' * bool(says)}\n{_rows(titles, cells)}"
+    shown = html_table(titles, [[*map(escape, row)] for row in rows], texts)
+    return f"<h2>{title}</h2>\n{f'<p>{says}</p>' * bool(says)}\n{shown}"
 
 
 def _tasks(summary: dict[str, Any]) -> str:
@@ -165,13 +158,12 @@ def _item(record: Record, results: list[ItemResult], full: ItemResult | None, sc
     return bool(full and main in full.scores and min(found) < full.scores[main]), (
         f'<details class="item"><summary><span>{escape(record.id)}</span>{extent}'
         f"<bdi>{escape(record.question)}</bdi></summary>\n<p>Right: <bdi>{escape(' | '.join(record.answers))}</bdi>"
-        f"</p>\n{_rows(titles, [(result.label, _answer(result, columns)) for result in results])}</details>"
+        f"</p>\n{html_table(titles, [_answer(result, columns) for result in results], {'Answer'})}</details>"
     )
 
 
-def _answer(result: ItemResult, columns: list[str]) -> str:
+def _answer(result: ItemResult, columns: list[str]) -> list[str]:
     figures = [f"{result.scores[name]:.2f}" if name in result.scores else "-" for name in columns]
     figures.append(f"{result.fidelity['answer_kl']:#.3g}" if "answer_kl" in result.fidelity else "-")
     figures += [f"{result.effective_ratio:.3f}", f"{result.ttft_s:.3f}"]
-    cells = "".join(f"<td>{figure}</td>" for figure in figures)
-    return f'<td class="answer" dir="auto">{escape(result.answer)}</td>{cells}'
+    return [escape(result.label), escape(result.answer), *figures]

@@ -179,7 +179,7 @@ class TestVerdicts:
         found = report(*CHECKED, tokens_per_second=100.0)
         assert "You do not need us: take the word behind 'Build' out" in found.verdict()
         assert found.without is not None and found.without > 0.85 > 0.1 > found.whole.shares["prefix"]
-        assert "s of prefill less a request" in found.verdict()
+        assert " s of prefill a request" in found.verdict()
         assert "seconds" not in report(*CHECKED).verdict() and report(*CHECKED).seconds(1.0) is None
 
     def test_what_else_there_is(self) -> None:
@@ -207,6 +207,7 @@ class TestCommand:
         result = cacheclip("doctor", str(log), "--html", str(page), "--tokens-per-second", "500")
         assert result.code == 0, result.err
         assert "1 lines hold no request" in result.out and "Where prefixes break" in result.out
+        assert "4.0 characters each" in result.out and "moved: it moved together with" in result.out
         written = page.read_text()
         assert "<svg" in written and "You do not need us" in written and "<script" not in written
 

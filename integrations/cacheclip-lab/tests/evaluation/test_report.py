@@ -294,7 +294,7 @@ class TestPage:
         assert page.count("details", **{"class": "item"}) == 5
         # all questions, gates and promises, tasks, and each question's answers
         assert page.count("table") == 1 + 2 + 2 + 5
-        assert page.count("td", **{"class": "answer"}) == len(ITEMS)
+        assert page.count("td", **{"class": "text"}) == len(ITEMS)
         assert "<h2>far: 2 questions</h2>" in text and "<h2>near&lt;b&gt;: 3 questions</h2>" in text
         assert "<dt>Speed-up</dt>" in text and "Not every method answered the same questions" in text
         assert "<summary>3 skipped, and why</summary>" in text and "<li>2: the prompt has N tokens, of N</li>" in text
