@@ -208,7 +208,17 @@ async def attack(name: str, address: tuple[str, int], key: str, seconds: float) 
 
 @contextmanager
 def server(folder: Path, model: Path, *, with_keys: bool) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--primary", str(model), "--auxiliary", str(model), "--method", "anchored", "--port", "0", "--json"]
+    options = [
+        "--primary",
+        str(model),
+        "--auxiliary",
+        str(model),
+        "--method",
+        "epic-corrected",
+        "--port",
+        "0",
+        "--json",
+    ]
     options += ["--store", str(folder / "store")]
     if with_keys:
         (folder / "tenants.json").write_text(json.dumps({key: name for name, key in KEYS.items()}))

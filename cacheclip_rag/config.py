@@ -66,7 +66,7 @@ class EngineConfig:
         DEFAULT_METHOD,
         "Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, "
         "or ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else "
-        "``anchored`` (``epic`` for a GGUF file, and in vLLM).",
+        "``epic-corrected``.",
     )
     recompute_ratio: float | str | None = _setting(
         None,

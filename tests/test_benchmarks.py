@@ -96,7 +96,7 @@ def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_clients_whose_texts_do_not_recur(tiny_models: dict[str, str], monkeypatch: Any, capsys: Any) -> None:
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--dtype", "float32"]
-    sizes = ["--tokens", "140", "--chunks", "2", "--max-tokens", "2", "--method", "anchored"]
+    sizes = ["--tokens", "140", "--chunks", "2", "--max-tokens", "2", "--method", "epic-corrected"]
     monkeypatch.setattr(sys, "argv", ["clients", *models, *sizes, "--new", "2"])
     load("clients", monkeypatch).main()
     [row] = json.loads(capsys.readouterr().out)["rows"]

@@ -167,7 +167,7 @@ def test_a_hot_tier_that_fails(way: str, seen: list[str], tiny_models: dict[str,
         where = {"another host": "nowhere.invalid:6379", "refused": "127.0.0.1:1"}.get(way, f"127.0.0.1:{port}")
         store = f"file://{tmp_path}/store?hot=redis://user:{SECRET}@{where}"
         seen.append(output_of("store", "create", store))
-        config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, method="anchored", store=store)
+        config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, method="epic-corrected", store=store)
         assert str(config.store) == store
         engine = CacheClipEngine(config)
         assert engine.precompute(CHUNKS) == len(CHUNKS)

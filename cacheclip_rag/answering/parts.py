@@ -50,8 +50,7 @@ class _Needs(NamedTuple):
     needs_auxiliary: bool
     head_sets: frozenset[str]
     kind: type[Method]
-    reads_cache: bool
-    """Of one kind, some methods read KV and some do not."""
+    corrects: bool
 
 
 class Parts:
@@ -239,8 +238,7 @@ class Parts:
         elif named == DEFAULT_METHOD and self.head_sets.has_default:
             named = "cacheclip"
         elif named == DEFAULT_METHOD:
-            runtime = self.models.runtime
-            named = "anchored" if runtime.reads_kv and runtime.can_score else "epic"
+            named = "epic-corrected"
         chosen = preset(named) if isinstance(named, str) else named
         if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(named, str))):
             chosen = chosen.at(ratio)
@@ -263,7 +261,9 @@ class Parts:
     def kv_sources(self, method: Method) -> KVSources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
-        needs = _Needs(context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
+        needs = _Needs(
+            context, method.needs_auxiliary, frozenset(method.head_sets), type(method), bool(method.mean_change)
+        )
         with self._lock:
             if not self._drops_erased:
                 _ = self.store  # opens it, and watches for erasures again

@@ -16,12 +16,12 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..plan.plan import KVSources, Plan
-from ..prompt.known_kv import choose_rows, known_kv
+from ..prompt.known_kv import choose_rows
 from ..runtime.base import KVMatch, KVSource, State
 from ..runtime.slices import Slices
 from ..store import KV, ReadAhead, bytes_of
 from .answer import Fused
-from .fuse import choose_ahead, fused_of
+from .fuse import begin, fused_of
 from .wire import runs_of
 
 Runs = Sequence[tuple[int, int]]
@@ -91,49 +91,28 @@ def fuse_in_order(
     slices: Slices | None = None,
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
-    with clock.phase("lookup"):
-        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues, moves=plan.moves)
-    with match:
-        known = known_kv(plan.layout, plan.reused, match.runs)
-        return _fused(runtime, replace(plan, known=known), kv_sources, match, capacity, clock, slices)
-
-
-def _fused(
-    runtime: OrderedRuntime,
-    plan: Plan,
-    kv_sources: KVSources,
-    match: KVMatch,
-    capacity: int,
-    clock: PhaseClock,
-    slices: Slices | None,
-) -> Fused | None:
-    texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.known.is_held(span)))
-    with kv_sources.primary.read_ahead(texts) as reading:
-        if not plan.method.needs_auxiliary:  # whose KV is needed first
-            with clock.phase("read"):
-                reading.start()
-        chosen, rated = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start)
-        if slices is not None and plan.method.needs_auxiliary:
-            slices.pause(0, plan.known.computed_tokens(plan.method.nominal_ratio))
+    with begin(plan, kv_sources, clock=clock, slices=slices) as begun:
+        plan, reading = begun.plan, begun.reading
         with clock.phase("read"):
-            stored = reading.until_whole(partial(_read, texts))
+            stored = reading.until_whole(partial(_read, begun.texts))
         clock.reading_s += reading.busy_s()
         with clock.phase("assemble"):
-            kept, held = _placed(runtime, plan, kv_sources, match, stored)
-    if not kept.reused and not kept.known.is_approximate:
-        return None
-    layout, known = kept.layout, kept.known
-    rows = choose_rows(known, [(span, mask) for span, mask in chosen.items() if span in kept.reused])
-    if runtime.computed_edges[0]:
-        rows = held.computed(rows)
-    runs = runs_of(rows.tolist())
-    with clock.phase("recompute"):
-        # continued KV was corrected when it was assembled
-        spans = [(span.start, span.stop) for span in chosen if span in kept.reused and not known.is_held(span)]
-        weight = plan.method.mean_change
-        correct = runtime.late_correction(held, spans, runs, weight) if weight else None
-        state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
-    return fused_of(state, logits, kept, rows, rated.items())
+            kept, held = _placed(runtime, plan, kv_sources, begun.match, stored)
+        if not kept.reused and not kept.known.is_approximate:
+            return None
+        layout, known = kept.layout, kept.known
+        masks = {span: mask for span, mask in begun.masks.items() if span in kept.reused}
+        rows = choose_rows(known, masks.items())
+        if runtime.computed_edges[0]:
+            rows = held.computed(rows)
+        runs = runs_of(rows.tolist())
+        with clock.phase("recompute"):
+            # continued KV was corrected when it was assembled
+            spans = [(span.start, span.stop) for span in masks if not known.is_held(span)]
+            weight = plan.method.mean_change
+            correct = runtime.late_correction(held, spans, runs, weight) if weight else None
+            state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
+        return fused_of(state, logits, kept, rows, begun.rated.items())
 
 
 def _read(texts: Sequence[str], reading: ReadAhead) -> dict[str, KV | None]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..prompt.known_kv import choose_rows as choose_rows, known_kv as known_kv
     from ..prompt.layout import lay_out as lay_out
     from ..prompt.segments import segment_text as segment_text
-    from ..runtime.transformers.attention_pattern import Probe as Probe
+    from ..runtime.transformers.attention_pattern import Block as Block, Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
     from ..runtime.transformers.model import ModelRuntime as ModelRuntime
     from ..runtime.transformers.twin import (
@@ -53,7 +53,7 @@ __getattr__, __all__ = late_names(
         "..prompt.known_kv": "choose_rows known_kv",
         "..prompt.layout": "lay_out",
         "..prompt.segments": "segment_text",
-        "..runtime.transformers.attention_pattern": "Probe",
+        "..runtime.transformers.attention_pattern": "Block Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",
         "..runtime.transformers.model": "ModelRuntime",
         "..runtime.transformers.twin": "fill_weights shrunk_config tiny_model",

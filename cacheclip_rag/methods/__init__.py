@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from .settings import describe as describe, vary as vary
 
 
-PRESET_NAMES = tuple(
-    "full prefix direct block epic cacheclip cacheclip-gated cacheclip-paper query_attention anchored".split()
-)
+PRESET_NAMES = tuple("full prefix direct block epic epic-corrected cacheclip cacheclip-gated cacheclip-paper".split())
 
 _GROUP = "cacheclip.methods"
 """Entry points of methods that other distributions bring, by name."""
 DEFAULT_METHOD = "auto"
-"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
-and vLLM (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
+"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``epic-corrected``, or ``epic`` where
+chunks are moved as a whole (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
 def preset(name: str) -> Method:
@@ -81,30 +79,18 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 
 
 def check_reads(method: Method, runtime: Runtime) -> None:
-    """Raise ConfigurationError if the method looks at KV and the runtime cannot show it, or chooses parts of chunks and
-    the runtime moves whole ones."""
+    """Raise ConfigurationError if the method chooses parts of chunks and the runtime moves whole ones."""
     if runtime.computed_edges[0] and method.reuses_chunks and not _takes_whole_chunks(method):
         others = [name for name in PRESET_NAMES if _takes_whole_chunks(preset(name))]
         raise ConfigurationError(
             f"method {method.name!r} chooses tokens within chunks, or reads chunks apart, and {runtime.name!r} has "
             f"recurrent layers, whose state is moved over a whole chunk. Use another method ({', '.join(others)})."
         )
-    if not runtime.reads_kv and reads_kv(method):
-        others = [name for name in PRESET_NAMES if not reads_kv(preset(name))]
-        raise ConfigurationError(
-            f"method {method.name!r} looks at the primary's KV, and that of {runtime.name!r} cannot be read "
-            f"({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that transformers runs."
-        )
 
 
 def _takes_whole_chunks(method: Method) -> bool:
     is_apart = method.context is not None and method.context.isolated
-    return not reads_kv(method) and not (method.needs_auxiliary or method.mean_change or is_apart)
-
-
-def reads_kv(method: Method) -> bool:
-    """Whether the method looks at KV of the primary."""
-    return method.reuses_chunks and not method.plans_ahead
+    return not (method.needs_auxiliary or method.mean_change or is_apart)
 
 
 __getattr__, _LATE = late_names(
@@ -117,4 +103,4 @@ __getattr__, _LATE = late_names(
         "settings": "describe vary",
     },
 )
-__all__ = [*"DEFAULT_METHOD PRESET_NAMES check_auxiliary check_method check_reads preset reads_kv".split(), *_LATE]
+__all__ = [*"DEFAULT_METHOD PRESET_NAMES check_auxiliary check_method check_reads preset".split(), *_LATE]

@@ -1,8 +1,8 @@
 """The base of all methods. A method decides how chunk KV is reused and which tokens are recomputed.
 
-A method declares its needs in class attributes and properties, and overrides hooks. The engine calls them in this
-order: ``score``, ``select`` (tokens to recompute), ``prepare`` (a correction). The engine never asks for a method's
-class.
+A method declares its needs in class attributes and properties, and overrides two hooks, which the engine calls in this
+order: ``score`` and ``select`` (tokens to recompute). Neither sees KV of the primary, so that every method runs
+wherever the primary runs. The engine never asks for a method's class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ..base.checks import check_probability
 from ..base.errors import ConfigurationError
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
-from ..selection.views import CacheView, PromptView, per_span
+from ..selection.views import PromptView
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Method(ABC):
 
     def __init_subclass__(cls) -> None:
         super(Method, cls).__init_subclass__()
-        if gone := [name for name in ("positions", "row_filter") if name in vars(cls)]:
+        if gone := [name for name in ("positions", "row_filter", "prepare", "reads_cache") if name in vars(cls)]:
             raise ConfigurationError(
                 f"{cls.__name__} has {' and '.join(gone)}, which engines do not call any more. Choose tokens in "
-                "select, and leave each in its place."
+                "select, without the primary's KV, and leave each in its place."
             )
 
     def __post_init__(self) -> None:
@@ -65,22 +65,8 @@ class Method(ABC):
         return False
 
     @property
-    def reads_cache(self) -> bool:
-        """Whether :meth:`select` or :meth:`prepare` look at the KV in the assembled cache. If not,
-        they get the cache before its KV is there: each layer's KV is read while the layers before it are recomputed."""
-        return True
-
-    @property
-    def plans_ahead(self) -> bool:
-        """Whether all that the method does can be said before the primary runs: :meth:`select` needs none of its KV,
-        and nothing happens to the other tokens but the correction by :attr:`mean_change`. A
-        :class:`~cacheclip_rag.fusion.wire.FusionPlan` can then carry the method to another process."""
-        return False
-
-    @property
     def mean_change(self) -> float:
-        """Share of the recomputed tokens' mean change that is added to the other tokens, for methods with
-        :attr:`plans_ahead`."""
+        """Share of the recomputed tokens' mean change that is added to the chunk's other tokens; 0: no correction."""
         return 0.0
 
     @property
@@ -112,20 +98,14 @@ class Method(ABC):
         return None if self.chunk_context is None else CONTEXTS[self.chunk_context]
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
-        """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens.
-
-        The engine calls this while it reads the primary's KV.
-        """
-        return per_span(view.spans, 0.0)
+        """Scores, ``(num_tokens,)`` per span; empty if the method rates no tokens of this prompt. The engine calls this
+        while it reads the primary's KV."""
+        return []
 
     @abstractmethod
-    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute.
 
         Args:
             scores: results of :meth:`score` for these spans.
         """
-
-    def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
-        """Called right before the recompute: set up a correction here. Without :attr:`reads_cache`, the stored KV of
-        each layer is written into the cache only before that layer runs."""

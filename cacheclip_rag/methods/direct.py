@@ -14,7 +14,7 @@ import torch
 
 from ..base.errors import ConfigurationError
 from ..chunks.context import ChunkContext
-from ..selection.views import CacheView, per_span
+from ..selection.views import PromptView, per_span
 from .base import Method
 
 
@@ -26,15 +26,7 @@ class Direct(Method):
 
     exact_at_one: ClassVar[bool] = False
 
-    @property
-    def reads_cache(self) -> bool:
-        return False
-
-    @property
-    def plans_ahead(self) -> bool:
-        return True
-
-    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return per_span(view.spans, False)
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..selection.views import CacheView
+from ..selection.views import PromptView
 from .base import Method
 
 
@@ -31,7 +31,7 @@ class Full(Method):
     def nominal_ratio(self) -> float:
         return 1.0
 
-    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
 
 

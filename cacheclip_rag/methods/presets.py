@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..selection.budget import AlignedWindows, Budget, Tokens
-from ..selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix
+from ..selection.scorers import AuxiliaryAttention, ChunkStart
 from .base import Method
 from .direct import BlockAttention, Direct
 from .full import Full, Prefix
@@ -30,7 +30,6 @@ _CACHECLIP = Recompute(AuxiliaryAttention(), Budget(chunk_starts=0.5), correctio
 _CACHECLIP_PAPER = Recompute(
     AuxiliaryAttention(layers="last"), Budget(grouping=AlignedWindows(8, threshold=5)), chunk_context="prefix"
 )
-_ANCHORED = Recompute(RankMix(QueryAttention(layers="upper"), ChunkStart(within=64)), correction=0.5)
 _OF_CACHECLIP, _OF_CACHEBLEND = "CacheClip, arXiv:2510.10129v1", "CacheBlend, arXiv:2405.16444"
 _OF_EPIC = "EPIC, arXiv:2410.15332"
 
@@ -52,6 +51,11 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "The first tokens of every chunk, as many as the ratio allows.",
         _OF_EPIC,
     ),
+    "epic-corrected": (
+        Recompute(ChunkStart(), _TOKENS, correction=0.5),
+        "The same, and a correction of the other tokens.",
+        f"{_OF_EPIC}; the correction is ours",
+    ),
     "cacheclip": (
         _CACHECLIP,
         "Spans that an auxiliary model attends to; half of the budget for chunk starts; a correction.",
@@ -66,17 +70,6 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         _CACHECLIP_PAPER,
         "Spans that an auxiliary model's last layer attends to, as published.",
         _OF_CACHECLIP,
-    ),
-    "query_attention": (
-        Recompute(QueryAttention()),
-        "Spans that the last layer of the primary attends to from the question.",
-        "ours, after ProphetKV, arXiv:2602.02579",
-    ),
-    "anchored": (
-        _ANCHORED,
-        "The primary's attention (upper half of its layers) and nearness to the chunk's start, mixed by rank; a "
-        "correction.",
-        "ours",
     ),
 }
 
@@ -96,6 +89,4 @@ Departures from the published methods:
   spent exactly. Half of it goes to chunk starts, because missing context changes a chunk's first tokens most (EPIC).
   Tokens that are not recomputed get half of the mean change (AgentKVShift, arXiv:2607.21604). Only the abstract of the
   paper's version 2 could be checked; nothing here claims to implement it.
-- ``anchored``: attention says which tokens the question needs, nearness to the chunk's start says how stale they are.
-  After the first 64 tokens of a chunk, attention alone decides.
 """

@@ -27,7 +27,7 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..selection.budget import Budget, TokenBudget
 from ..selection.scorers import Scorer
-from ..selection.views import CacheView, PromptView
+from ..selection.views import PromptView, per_span
 from ..store import upload
 from .base import Method
 
@@ -62,16 +62,6 @@ class Recompute(Method):
         return self.scorer.needs_auxiliary
 
     @property
-    def reads_cache(self) -> bool:
-        # a subclass with a hook of its own may look at the cache or change it
-        hooks = ("select", "prepare")
-        return self.scorer.reads_cache or any(getattr(type(self), h) is not getattr(Recompute, h) for h in hooks)
-
-    @property
-    def plans_ahead(self) -> bool:
-        return not self.scorer.reads_cache
-
-    @property
     def mean_change(self) -> float:
         return self.correction
 
@@ -93,21 +83,11 @@ class Recompute(Method):
         return replace(self, budget=replace(self.budget, ratio=ratio))
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
-        if self.budget.is_open(view):
-            return self.scorer.before_read(view)
-        return super(Recompute, self).score(view)
+        return self.scorer.score(view) if self.budget.is_open(view) else []
 
-    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.budget.is_open(view):
-            scores = self.scorer.after_read(view, scores)
-            view.rated.extend(scores)
-        return self.budget.select(view, scores)
-
-    def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
-        if self.correction:
-            # continued KV was corrected when it was assembled
-            spans = [span for span in view.spans if not view.known.is_held(span)]
-            install_correction(view.runtime, view.cache, spans, self.correction)
+    def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # the budget may be open only since a chunk could not be read
+        return self.budget.select(view, scores or per_span(view.spans, 0.0))
 
 
 def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:

@@ -34,8 +34,6 @@ class ModelLoader(ABC):
 
     can_score: bool = True
     """Whether attention weights of the loaded model can be read: an auxiliary model needs this, and fine-tuning."""
-    reads_kv: bool = True
-    """Whether methods can look at the loaded model's KV and change it."""
     takes_dtype: bool = True
     """Whether the loaded model has the dtype of the settings. If not, one serves all dtypes."""
 

@@ -112,8 +112,8 @@ class PlanningEngine(Closing):
         reason = self.why_never(method)
         if reason is not None:
             raise ConfigurationError(
-                f"nothing would be reused: {reason}. Choose a method that chooses tokens without the primary's KV, for "
-                "instance cacheclip (with an auxiliary model) or epic."
+                f"nothing would be reused: {reason}. Choose another method, such as cacheclip (with an "
+                "auxiliary model) or epic."
             )
         sources = self.parts.kv_sources(method)
         self.parts.texts.index.find("Is the text index open?")
@@ -129,13 +129,11 @@ class PlanningEngine(Closing):
     def why_never(self, method: Method) -> str | None:
         """Why the other process alone can fuse no prompt with this method; None if it can, or if the method reuses no
         chunks."""
-        name, other = method.name, self._answers
+        other = self._answers
         if not method.reuses_chunks:
             return None
         if self.primary.pinned_rope:
             return f"the model's rotary frequencies depend on the length, and {other}'s differ from the stored chunks'"
-        if not method.plans_ahead:
-            return f"method {name!r} chooses tokens by the primary's KV, which a planner does not have"
         if method.min_confidence:
             return f"min_confidence needs the first token's logits before the answer, which {other} does not give"
         return None

@@ -351,40 +351,8 @@ def check_length(layout: Layout, context_tokens: int) -> None:
 
 def question_text(layout: Layout) -> str:
     """The text that the auxiliary model reads as the question if none is given: the user's text after the last chunk;
-    if there is none, the text before the first one. The primary's rows cannot: see :func:`question_slots`."""
+    if there is none, the text before the first one."""
     own = [span for span in layout.spans if isinstance(span.segment, Fresh) and not span.segment.control]
     first, last = (layout.chunks[0].start, layout.chunks[-1].stop) if layout.chunks else (0, 0)
     after = "".join(span.segment.text for span in own if span.start >= last).strip()
     return after or "".join(span.segment.text for span in own if span.stop <= first).strip()
-
-
-def question_slots(
-    layout: Layout, question: str | None = None, continued: np.ndarray[Any, Any] | None = None
-) -> torch.Tensor:
-    """Slots of the question's tokens, at least one. They come after the chunks, because the primary's rows attend to
-    what is before them only.
-
-    The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
-    else the prompt's last token. Text of the chat template does not belong to the question, and nothing that is
-    ``continued`` (``(num_tokens,)`` bool): what earlier turns said is not computed again.
-    """
-    last = layout.chunks[-1].stop if layout.chunks else 0
-    after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= last]
-    slots: list[int] = []
-    for span in after:
-        at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1
-        if at >= 0:
-            assert question is not None
-            end = at + len(question.strip())
-            places = span.tokens.columns[1].tolist()
-            slots = [span.start + n for n, (a, b) in enumerate(places) if b > at and a < end and b > a]
-    if not slots:
-        slots = [
-            span.start + n
-            for span in after
-            for n, (a, b) in enumerate(span.tokens.columns[1].tolist())
-            if span.segment.text[a:b].strip()
-        ]
-    if continued is not None:
-        slots = [slot for slot in slots if not continued[slot]]
-    return torch.tensor(slots or [layout.num_tokens - 1], dtype=torch.int64)

@@ -348,7 +348,7 @@ class Runtime(TextRuntime):
     kv_codec: str | None = None
     """Codec of the store for this runtime's KV; None: the one in the settings. If it is opaque bytes, ``opaque``."""
     reads_kv: bool = True
-    """Whether methods can look at the KV and change it. If not, those that reuse chunks must have ``plans_ahead``."""
+    """Whether its KV can be read as tensors."""
     computed_edges: tuple[int, int] = (0, 0)
     """First and last tokens of a chunk that are computed in every prompt, if all or none of those between them are. 0:
     any tokens may be computed."""

@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from .heads import HeadSet as HeadSet, head_set_path as head_set_path, load_named as load_named
     from .scorers import (
         AuxiliaryAttention as AuxiliaryAttention,
-        CacheScorer as CacheScorer,
         ChunkStart as ChunkStart,
-        PromptScorer as PromptScorer,
-        QueryAttention as QueryAttention,
-        RankMix as RankMix,
-        attention_to_tokens as attention_to_tokens,
+        Scorer as Scorer,
         pick_layers as pick_layers,
     )
-    from .views import CacheView as CacheView, PromptView as PromptView, split_by_span as split_by_span
+    from .views import PromptView as PromptView
 
 
 __getattr__, __all__ = late_names(
@@ -33,10 +29,7 @@ __getattr__, __all__ = late_names(
     {
         "budget": "AlignedWindows Budget TokenBudget Tokens Windows",
         "heads": "HeadSet head_set_path load_named",
-        "scorers": (
-            "AuxiliaryAttention CacheScorer ChunkStart PromptScorer QueryAttention RankMix attention_to_tokens "
-            "pick_layers"
-        ),
-        "views": "CacheView PromptView split_by_span",
+        "scorers": "AuxiliaryAttention ChunkStart Scorer pick_layers",
+        "views": "PromptView",
     },
 )

@@ -139,7 +139,7 @@ class WordsLoader(ModelLoader):
 
 
 class Blind(WordsLoader):
-    can_score = reads_kv = takes_dtype = False
+    can_score = takes_dtype = False
 
 
 class FileLoader(WordsLoader):

@@ -18,7 +18,7 @@ from cacheclip_rag.runtime.base import KVMatch, KVSource
 from tests.conftest import SENTENCES, Make, Models, Patch, spied
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
-METHODS = ["epic", "anchored", "query_attention", "cacheclip", "cacheclip-gated"]
+METHODS = ["epic", "epic-corrected", "cacheclip", "cacheclip-gated"]
 """Presets without positions of their own."""
 WORTH = 64
 """Rows that may be computed more if the KV is exact then."""
@@ -335,7 +335,7 @@ class TestNeverInAnExactCache:
 
 class TestNeverMoreThanPlain:
     @pytest.mark.long
-    @pytest.mark.parametrize(("method", "planted"), [("anchored", False), ("cacheclip", False), ("cacheclip", True)])
+    @pytest.mark.parametrize(("method", "planted"), [("epic", False), ("cacheclip", False), ("cacheclip", True)])
     def test_random_histories(
         self, make: Make, passages: list[str], method: str, planted: bool, monkeypatch: Patch
     ) -> None:

@@ -366,7 +366,7 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store.erasures import look_at_all
 model, folder = sys.argv[1:]
 load_model(model).eos_ids = frozenset()
-options = {"method": "anchored", "chunk_context": "prefix", "memory_bytes": 1 << 28}
+options = {"method": "epic-corrected", "chunk_context": "prefix", "memory_bytes": 1 << 28}
 engine = CacheClipEngine(primary=model, auxiliary=None, store=folder, **options)
 held = lambda: (engine.prefixes.stats.continued_bytes, len([*engine.store.chunk_store.tiers.backends[0].list()]))
 engine.generate(sys.stdin.readline().replace("|", "\\n\\n"), SamplingParams(max_tokens=4))
@@ -379,7 +379,7 @@ print(*held(), flush=True)
 
 @pytest.mark.long
 def test_two_processes(tiny_models: Models, make: Make, passages: list[str], tmp_path: Path) -> None:
-    one = make(stored=passages, store=tmp_path / "store", auxiliary=None, method="anchored")
+    one = make(stored=passages, store=tmp_path / "store", auxiliary=None, method="epic-corrected")
     arguments = [sys.executable, "-c", ANOTHER_PROCESS, tiny_models["llama"], str(tmp_path / "store")]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None

@@ -128,7 +128,7 @@ class TestRevise:
             given = (fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio) for method, ratio in WAYS)
             assert any(answer.token_ids != full.token_ids for answer in given), name
 
-    @pytest.mark.parametrize("method", ["query_attention", "prefix"])
+    @pytest.mark.parametrize("method", ["cacheclip", "prefix"])
     def test_methods_of_each_kind(self, finishing: Make, method: str) -> None:
         """That reads the assembled cache, and that reuses no chunks."""
         engine = finishing()

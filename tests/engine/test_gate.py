@@ -32,7 +32,7 @@ def test_confidence_is_the_lead_of_the_likeliest_token() -> None:
 
 
 class TestGate:
-    @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "direct"])
+    @pytest.mark.parametrize("name", ["cacheclip", "epic", "epic-corrected", "direct"])
     def test_a_sure_answer_is_the_reusing_pass_and_an_unsure_one_full_prefill(
         self, filled: CacheClipEngine, chunks: list[str], name: str
     ) -> None:

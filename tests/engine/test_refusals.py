@@ -176,7 +176,7 @@ class TestRefusals:
         assert (first.stats.hits, first.stats.misses) == (0, 4)
         assert "without the auxiliary" in caplog.text
         again = engine.generate(rag(chunks), SHORT, method=method).stats
-        assert (again.hits, again.method) == (4, method or "anchored")
+        assert (again.hits, again.method) == (4, method or "epic-corrected")
         assert chunks[0] in engine.chunk_caches(with_auxiliary=False)[0]
         assert engine.release(chunks) == 4
         for call in (

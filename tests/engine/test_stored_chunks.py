@@ -113,7 +113,7 @@ class TestMisses:
         assert engine.is_stored(text) == stores
 
     @pytest.mark.some(3)
-    @pytest.mark.parametrize("name", ["cacheclip", "anchored", "epic", "direct"])
+    @pytest.mark.parametrize("name", ["cacheclip", "epic-corrected", "epic", "direct"])
     def test_a_chunk_that_is_computed_in_full_is_as_a_missing_one(
         self, make: Make, chunks: list[str], monkeypatch: Patch, name: str
     ) -> None:

@@ -22,7 +22,7 @@ def traced(engine: CacheClipEngine, prompt: Any, **options: Any) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("method", ["cacheclip", "anchored", "epic"])
+@pytest.mark.parametrize("method", ["cacheclip", "epic-corrected", "epic"])
 def test_it_agrees_with_the_statistics(engine: CacheClipEngine, method: str) -> None:
     engine.precompute(CHUNKS, method=method, source="a node", document="a.md")
     answer = engine.generate(rag_prompt(CHUNKS), SHORT, method=method, recompute_ratio=0.3, trace=True)

@@ -47,17 +47,17 @@ def test_the_first_answer_loads_and_reads_nothing_more(
 def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
     make: Make, tmp_path: Path, chunks: list[str]
 ) -> None:
-    engine = make(stored=chunks, store=tmp_path, auxiliary=None, method="anchored")
+    engine = make(stored=chunks, store=tmp_path, auxiliary=None, method="epic-corrected")
     engine.chunk_caches()[0].read(chunks[0])  # used last
     engine.close()
     caches = engine.chunk_caches()[0]
     entry = engine.store.catalog.entries_of("default", [key := caches.key(chunks[0])]).get(key)
     assert entry is not None
-    small = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes)
+    small = make(store=tmp_path, auxiliary=None, method="epic-corrected", memory_bytes=entry.num_bytes)
     assert small.warm_up(read_chunks=False).chunks_read == 0
-    done = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes).warm_up()
+    done = make(store=tmp_path, auxiliary=None, method="epic-corrected", memory_bytes=entry.num_bytes).warm_up()
     assert (done.chunks_read, done.bytes_read) == (1, entry.num_bytes)
-    in_memory = make(auxiliary=None, method="anchored", memory_bytes=1 << 26)
+    in_memory = make(auxiliary=None, method="epic-corrected", memory_bytes=1 << 26)
     assert in_memory.warm_up().chunks_read == 0, "a store in memory is warm"
 
 
@@ -78,7 +78,7 @@ def test_without_a_memory_tier_chunks_are_read_and_dropped(
     assert make(store=tmp_path).warm_up().chunks_read == 0, "no memory to read them into"
 
 
-@pytest.mark.parametrize("method", ["full", "direct", "query_attention"])
+@pytest.mark.parametrize("method", ["full", "direct", "cacheclip"])
 def test_every_kind_of_method(make: Make, method: str, monkeypatch: Patch) -> None:
     engine, steps = make(method=method), []
     runtime: Runtime = engine.primary

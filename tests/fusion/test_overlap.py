@@ -31,7 +31,7 @@ from cacheclip_rag.store.codecs import Frame
 from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, rag_prompt, raising, some_of
 from tests.fusion.cases import make_engine
 
-METHODS = ("cacheclip", "anchored", "epic", "direct", "query_attention", "block")
+METHODS = ("cacheclip", "epic-corrected", "epic", "direct", "block")
 """Methods that choose before the cache is there, with a correction, without the auxiliary, with other positions, and
 methods that look at the cache."""
 Before = Callable[[str, int, int], None]
@@ -178,7 +178,7 @@ class TestDelays:
         )
         slow = Slow(tmp_path / "store", models)
         slow.hook = lambda *_: time.sleep(choice.choice((0, 0.002)))
-        for method in ("cacheclip", "epic", "query_attention"):
+        for method in ("cacheclip", "epic"):
             assert_same(slow.ask(method, prompt), in_memory(models)(method, prompt))
 
     @pytest.mark.parametrize("primary", ["gemma3", "qwen2-sliding", "gpt-oss", "llama-rope-dynamic"], indirect=True)
@@ -186,7 +186,7 @@ class TestDelays:
         models = primary, tiny_models["auxiliary"]
         slow = Slow(tmp_path / "store", models)
         slow.hook = lambda *_: time.sleep(0.001)
-        for method in ("cacheclip", "direct", "query_attention"):
+        for method in ("cacheclip", "direct"):
             assert_same(slow.ask(method), in_memory(models)(method))
 
     def test_layers_run_before_the_last_one_is_read(self, slow: Slow) -> None:
@@ -253,7 +253,7 @@ def damage(slow: Slow, key: str, layer: int) -> None:
 
 class TestFailures:
     @pytest.mark.some(3)
-    @some_of(2, method=("cacheclip", "epic", "query_attention"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
+    @some_of(2, method=("cacheclip", "epic"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
     def test_a_damaged_chunk_becomes_text(
         self, slow: Slow, caplog: Logs, method: str,
         number: int, layer: int,
@@ -340,7 +340,7 @@ class TestFailures:
         assert done and not torch.equal(found.logits, expected.logits)
         assert_same(found, self.asked(slow, "epic"))
 
-    @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic"])
     def test_an_error_in_the_thread_reaches_the_caller(self, slow: Slow, method: str) -> None:
         slow.ask(method)
         slow.hook = raising(ZeroDivisionError("a bug of the backend"))
@@ -348,7 +348,7 @@ class TestFailures:
             self.asked(slow, method)
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize("method", ["cacheclip", "epic", "query_attention"])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic"])
     @pytest.mark.parametrize("allowed", [0, 1])
     def test_threads_that_cannot_start(self, slow: Slow, monkeypatch: Patch, method: str, allowed: int) -> None:
         """With ``cacheclip``, the auxiliary's thread starts the primary's, after the last layer was waited for."""

@@ -12,7 +12,7 @@ from cacheclip_rag.runtime.transformers.rotary import ModelRotary, Tables, chang
 from tests.conftest import CHUNKS, TINY_MODELS, Models, Patch, rag_prompt
 from tests.fusion.cases import make_engine
 
-METHODS = ("cacheclip", "direct", "query_attention")
+METHODS = ("cacheclip", "direct")
 """With a correction, without, with rows that leave between layers, with other positions, with two passes."""
 MODELS = ("llama", "gemma3", "gpt-oss", "smollm3", "phi3-longrope")
 PROMPT = rag_prompt(CHUNKS)

@@ -79,8 +79,3 @@ def test_a_corrected_chunk_is_not_cut(tiny_models: dict[str, str], monkeypatch: 
         lambda self, slices, plan, rows: slices.stops(len(rows)),
     )
     assert InSlices(tiny_models, "llama", "cacheclip", 24).gap() > BROKEN
-
-
-def test_methods_that_look_at_the_kv_are_computed_at_once(tiny_models: dict[str, str]) -> None:
-    each = InSlices(tiny_models, "llama", "anchored", 24)
-    assert each.gap() == 0 and not each.pauses

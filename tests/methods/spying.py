@@ -27,7 +27,7 @@ REUSING = [
 """By one prefill, from chunk caches that all methods share. A preset with a gate is another one until the gate
 decides."""
 VARIANTS = read_variants(Path(__file__).parents[2] / "benchmarks/variants.toml")
-"""What the laboratory compares beside the presets: ``random``, ``oracle``, ``epic-paper`` and others."""
+"""What the laboratory compares beside the presets: ``random``, ``epic-paper`` and others."""
 
 
 def made(method: Method | str, ratio: float | None = None, **changes: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from cacheclip_rag import ConfigurationError, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS
 from cacheclip_rag.selection.budget import Budget
-from cacheclip_rag.selection.scorers import QueryAttention
+from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CHUNKS, Patch, spied as spied_calls
 from tests.fusion.cases import EXACT, Case, gap, make_engine
 from tests.methods.spying import made, plain, run, spied
@@ -28,11 +28,11 @@ class TestBudget:
         assert each > 0 or ratio == 0.01
 
     def test_scores_are_spared_where_nothing_is_chosen(self, case_of: Any, monkeypatch: Patch) -> None:
-        case, asked = case_of("llama"), spied_calls(monkeypatch, QueryAttention, "score")
+        case, asked = case_of("llama"), spied_calls(monkeypatch, AuxiliaryAttention, "score")
         for ratio in (0.0, 1.0):
-            run(case, "query_attention", ratio)
+            run(case, "cacheclip", ratio)
         assert not asked
-        run(case, "query_attention", 0.3)
+        run(case, "cacheclip", 0.3)
         assert len(asked) == 1
 
     @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ class TestCorrection:
         assert all(layer.before_scatter is None for layer in result.cache.layers)
 
     @plain
-    @pytest.mark.parametrize("name", ["cacheclip", "anchored"])
+    @pytest.mark.parametrize("name", ["cacheclip", "epic-corrected"])
     def test_our_own_presets_go_half_of_the_way(self, case: Case, name: str) -> None:
         found, half, none = (run(case, name, 0.3, **c).logits for c in ({}, {"correction": 0.5}, {"correction": 0.0}))
         assert torch.equal(found, half) and not torch.equal(found, none)
@@ -89,7 +89,7 @@ class TestCorrection:
 
 
 class TestChunkContexts:
-    @pytest.mark.parametrize("name", ["direct", "epic", "cacheclip", "query_attention"])
+    @pytest.mark.parametrize("name", ["direct", "epic", "cacheclip"])
     def test_chunk_caches_are_their_own(self, case_of: Any, name: str) -> None:
         """A chunk stored behind the prefix is a miss for a method that wants it behind passages, and the reverse."""
         case = case_of("llama")

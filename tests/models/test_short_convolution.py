@@ -137,7 +137,7 @@ def test_layers_that_attend() -> None:
         pick_layers("4+5", 6, {0, 5})
 
 
-@pytest.mark.parametrize("method", ["query_attention", "anchored", "epic"])
+@pytest.mark.parametrize("method", ["cacheclip", "epic-corrected", "epic"])
 def test_methods_that_read_the_cache(case: Case, method: str) -> None:
     segments = [span.segment for span in case.layout.spans]
     expected = reference_logits(case.folder, case.layout.ids)

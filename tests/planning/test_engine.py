@@ -41,10 +41,9 @@ def test_settings_without_effect(options: dict[str, Any], changed: dict[str, Any
 def test_why_nothing_is_fused(options: dict[str, Any]) -> None:
     engine = PlanningEngine(answers="X", **options)
     assert engine.why_never(preset("epic")) is engine.why_never(preset("full")) is None
-    assert "by the primary's KV" in str(engine.why_never(preset("anchored")))
     assert "which X does not give" in str(engine.why_never(replace(preset("epic"), min_confidence=0.5)))
-    with pytest.raises(ConfigurationError, match="nothing would be reused: .* by the primary's KV"):
-        PlanningEngine(**{**options, "method": "anchored"}).warm_up()
+    with pytest.raises(ConfigurationError, match="nothing would be reused: min_confidence needs"):
+        PlanningEngine(**{**options, "min_confidence": 0.5}).warm_up()
 
 
 def test_a_caller_who_leaves(options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from cacheclip_lab.evaluation.bench import bench
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, ModelError, SamplingParams
-from cacheclip_rag.methods import Method, Recompute, preset, vary
+from cacheclip_rag.methods import Method, preset, vary
 from cacheclip_rag.models import weights_digest
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection import heads as module
@@ -24,7 +24,6 @@ from cacheclip_rag.selection.heads import (
     load_named,
     model_digest,
 )
-from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS, spied
 from tests.fusion.cases import reference_model
 from tests.selection.test_auxiliary_scores import Scored
@@ -88,10 +87,6 @@ class TestScores:
 def clip(**settings: Any) -> Method:
     """CacheClip with another look, on chunks right behind the prefix."""
     return vary(preset("cacheclip"), {"scorer": settings, "chunk_context": "prefix"})
-
-
-def mix(first: Scorer, second: Scorer = ChunkStart(within=64)) -> Method:  # noqa: B008 (frozen)
-    return Recompute(RankMix(first, second), chunk_context="prefix")
 
 
 class TestFiles:
@@ -207,7 +202,7 @@ class TestEngine:
         without_heads.parts.use_heads(None)
         for engine in (without_heads, CacheClipEngine(config, auxiliary=None)):
             engine.precompute(CHUNKS)
-            assert engine.generate(prompt, one_token).stats.method == "anchored"
+            assert engine.generate(prompt, one_token).stats.method == "epic-corrected"
         measured = bench(
             own.config, methods=["auto", "cacheclip", "direct"], context_tokens=64, chunk_tokens=32, runs=1
         )
@@ -235,18 +230,14 @@ class TestEngine:
             alone = with_heads(config, sets[name])
             alone.precompute(CHUNKS)
             expected = logits(alone, clip())
-            mixed = logits(alone, mix(AuxiliaryAttention()))
             before = len(reads)
             for named in (clip(heads=name), clip(heads=f"{tmp_path}/heads/{name}.safetensors")):
                 assert torch.equal(logits(engine, named), expected) and torch.equal(logits(engine, named), expected)
-            assert torch.equal(logits(engine, mix(AuxiliaryAttention(heads=name))), mixed)
             assert len(reads) - before == 2, "by name and by file"
         assert torch.equal(logits(engine, clip()), logits(engine, clip(heads="a")))
         assert torch.equal(logits(engine, clip(heads="none")), logits(engine, clip(layers="last")))
         assert not torch.equal(logits(engine, clip(heads="a")), logits(engine, clip(heads="b")))
         assert not torch.equal(logits(engine, clip(heads="a")), logits(engine, clip(heads="none")))
-        both = mix(AuxiliaryAttention(heads="a"), AuxiliaryAttention(heads="b"))
-        assert both.head_sets == ("a", "b") and torch.isfinite(logits(engine, both)).all()
 
     def test_a_certificate_is_about_what_a_name_stands_for(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +260,7 @@ class TestEngine:
         heads.save(tmp_path / "heads" / "calibrated.safetensors")
         (tmp_path / "heads" / ".tmp-1.safetensors").write_bytes(b"")
         with pytest.raises(ModelError, match=r"holds calibrated\. Make it with 'cacheclip finetune --out "):
-            engine.generate("What is it?", method=mix(AuxiliaryAttention(heads="tuned")))
+            engine.generate("What is it?", method=clip(heads="tuned"))
         with pytest.raises(ModelError, match="no head set at .*nothing.safetensors"):
             load_named("./nothing.safetensors")
         replace(heads, auxiliary_sha256=SHA).save(tmp_path / "heads" / "foreign.safetensors")

@@ -71,7 +71,7 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     assert "island.txt" in plain.out and "first token after" in plain.out
     assert "(ratio: nominal 0.200, effective 0.2" in plain.out and ", charged 0.2" in plain.out
     assert result["stats"]["hits"] == len(result["sources"]) >= 3
-    assert result["stats"]["method"] == "anchored"
+    assert result["stats"]["method"] == "epic-corrected"
     assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
 
 

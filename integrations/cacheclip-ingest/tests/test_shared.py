@@ -40,7 +40,7 @@ from cacheclip_shared.table import TextTable  # noqa: E402
 @pytest.fixture
 def config(tiny_models: dict[str, str], bucket: str) -> EngineConfig:  # noqa: F811
     create(bucket)
-    own: Any = {"primary": tiny_models["llama"], "auxiliary": None, "method": "anchored"}
+    own: Any = {"primary": tiny_models["llama"], "auxiliary": None, "method": "epic-corrected"}
     return EngineConfig(**own, store=bucket, device="cpu", dtype="float32")
 
 

@@ -9,9 +9,9 @@
     ratio = 0.1
     grouping = {type = "Tokens"}
 
-    [own-attention]
+    [starts-alone]
     preset = "cacheclip"
-    scorer = {type = "QueryAttention", layers = "upper"}
+    scorer = {type = "ChunkStart"}
 
 Every table names a preset and changed settings. Fields are those of the classes in :mod:`cacheclip_rag.methods` and
 :mod:`cacheclip_rag.selection` (:func:`cacheclip_rag.methods.settings.vary`).

@@ -160,7 +160,7 @@ class TestModels:
 
 RATIOS = {"recompute_ratio", "ratio", "min_confidence"}
 """Settings that a certificate has figures for, one by one."""
-NAMES = ("cacheclip", "epic", "query_attention", "direct")
+NAMES = ("cacheclip", "epic", "direct")
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -208,7 +208,7 @@ class TestMethods:
     def test_another_name_or_a_class_derived_from_a_method(self, make: Make) -> None:
         """It may do anything under the name and with the settings of the one it comes from."""
         engine = make()
-        method, other = (engine.make_method(name) for name in ("epic", "query_attention"))
+        method, other = (engine.make_method(name) for name in ("epic", "cacheclip"))
         assert "method" in changed(identity(engine, method), identity(engine, other))
 
         @dataclass(frozen=True, slots=True)

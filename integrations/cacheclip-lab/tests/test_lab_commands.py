@@ -33,7 +33,7 @@ def test_the_demo_compares_methods_on_its_own_documents(
     assert result.code == 0, result.err
     full, *reusing = result.json["methods"].values()
     assert (full["sooner"], full["same_answers"], full["reused_tokens"]) == (1.0, 3, 0)
-    assert [each["method"] for each in result.json["methods"].values()] == ["full", "direct", "anchored"]
+    assert [each["method"] for each in result.json["methods"].values()] == ["full", "direct", "epic-corrected"]
     assert all(0.6 < each["reused_tokens"] / each["prompt_tokens"] < 1 for each in reusing)
     page = tmp_path / "new" / "answer.html"
     shown = cacheclip("demo", *pair, "--inspect", page).out
@@ -75,7 +75,7 @@ def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) ->
         *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1", "--json"),
     )
     assert result.code == 0, result.err
-    assert list(result.json["methods"]) == ["full", "direct", "anchored"]
+    assert list(result.json["methods"]) == ["full", "direct", "epic-corrected"]
     assert len(result.out.splitlines()) == 1
 
 
@@ -84,11 +84,11 @@ def test_bench_shows_all_three_ratios(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     result = cacheclip(
-        *("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,query_attention"),
+        *("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,epic"),
         *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1"),
     )
     assert all(f" {title} " in result.out for title in ("nominal", "effective", "charged"))
-    [row] = [line for line in result.out.splitlines() if "query_attention" in line]
+    [row] = [line for line in result.out.splitlines() if " epic " in line]
     _, _, _, _, _, _, _, nominal, effective, charged, *_ = (cell.strip() for cell in row.split("│"))
     assert (nominal, effective) == ("0.200", "0.200") and charged == effective
 

@@ -27,7 +27,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 class GgufLoader(ModelLoader):
     """A GGUF file, which runs in llama.cpp. Weights and KV have types of their own, whatever the dtype."""
 
-    can_score = reads_kv = takes_dtype = False
+    can_score = takes_dtype = False
     choice = (
         "{name} runs in llama.cpp on {device}: its weights have the types of the file, its KV is float16. "
         "The setting device chooses another device; dtype and codec are for the auxiliary model alone."

@@ -104,7 +104,7 @@ def machine(
 
     def make(**options: Any) -> CacheClipEngine:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / f"home {len(made)}"))
-        given = {"primary": tiny_models["llama"], "auxiliary": None, "method": "anchored", "store": store_url}
+        given = {"primary": tiny_models["llama"], "auxiliary": None, "method": "epic-corrected", "store": store_url}
         made.append(CacheClipEngine(**{**given, **options}))
         _ = made[-1].store
         return made[-1]

@@ -159,7 +159,6 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--method", "anchored"], "nothing would be reused: method 'anchored'"),
         (["--device", "cuda:1"], "device must be cpu or cuda"),
         (["--primary", "nobody/nothing", "--host", "0.0.0.0"], "--api-key"),  # no model is fetched before
         (["--api-key", "short"], "API key"),

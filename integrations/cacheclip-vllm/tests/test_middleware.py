@@ -905,7 +905,7 @@ class TestStarting:
         os.close(read), os.close(write)
 
     def test_it_says_why_not(self, config: EngineConfig) -> None:
-        failed = self.life(ServerSettings(replace(config, method="anchored"), "tiny", seal=SEAL))[0]
+        failed = self.life(ServerSettings(replace(config, min_confidence=0.5), "tiny", seal=SEAL))[0]
         assert failed["type"] == "lifespan.startup.failed" and "nothing would be reused" in failed["message"]
         failed = self.life(ServerSettings(replace(config, require_certificate=True), "tiny", seal=SEAL))[0]
         assert "no valid certificate" in failed["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from cacheclip_vllm.planner import Planner
 from vllm_cases import SEARCH
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, StoreError, UnknownModelError
+from cacheclip_rag.methods import preset
 
 TEXT = "The harbour was built in the year of the great storm, and its lighthouse was lit by hand until the war. " * 3
 
@@ -92,11 +94,12 @@ def test_wrong_settings_are_told(options: dict[str, Any]) -> None:
         ask(fused, ["Who?"], recompute_ratio=7.0)
 
 
-def test_methods_that_read_the_primarys_kv_are_plain_prefill(options: dict[str, Any]) -> None:
+def test_gated_methods_are_plain_prefill(options: dict[str, Any]) -> None:
     fused = FusedLLM(Asked(options["primary"]), Planner(**options))
-    asked = ask(fused, [messages("Who?"), messages("When?")], method="anchored", tools=[SEARCH])
+    gated = replace(preset("epic"), min_confidence=0.5)
+    asked = ask(fused, [messages("Who?"), messages("When?")], method=gated, tools=[SEARCH])
     assert asked.carried == [None, None] and len(asked.inputs) == 2
     ((reason, count),) = fused.plain.items()
-    assert "anchored" in reason and "primary's KV" in reason and count == 2
+    assert "min_confidence" in reason and count == 2
     assert ask(fused, [messages("Who?")], tools=[SEARCH]).carried[0], "the twin: epic is fused"
     assert fused.generate([], SimpleNamespace(extra_args=None)) == []

@@ -96,7 +96,7 @@ def vllm(clock: Clock, in_vllm_s: float | None) -> Any:
 async def test_every_second_is_counted_once(
     clock: Clock, tool_model: str, tmp_path: Path, path: str, stream: bool, in_vllm_s: float | None, ttft_s: float
 ) -> None:
-    config = EngineConfig(primary=tool_model, auxiliary=None, method="anchored", store=tmp_path / "store")
+    config = EngineConfig(primary=tool_model, auxiliary=None, method="epic-corrected", store=tmp_path / "store")
     middleware = CacheClip(vllm(clock, in_vllm_s), ServerSettings(config, "tiny", seal="a-seal"))
     transport = httpx.ASGITransport(middleware)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

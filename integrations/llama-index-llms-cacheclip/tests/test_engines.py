@@ -104,7 +104,7 @@ class TestWhatTheModelReads:
         self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Events
     ) -> None:
         """The way of the tutorial, on a model with tokens: the sentences are indexed, the document is precomputed."""
-        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
+        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="epic-corrected", max_tokens=2)
         documents = [Document(text=" ".join(chunks[:3]), metadata={"file": "island.txt"})]
         split = split_by_sentence_tokenizer()
         parser = SentenceWindowNodeParser.from_defaults(

@@ -120,7 +120,7 @@ def test_what_was_precomputed_hits_with_the_method_of_the_llm(
     assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(2, 0)]
 
 
-@pytest.mark.parametrize("method", ["anchored", "block"])
+@pytest.mark.parametrize("method", ["epic-corrected", "block"])
 def test_what_it_would_take(llm: CacheClipLLM, chunks: list[str], method: str) -> None:
     transform = CacheClipTransform.from_llm(llm.model_copy(update={"method": method}))
     nodes = [TextNode(text=f" {text} ") for text in (chunks[0], chunks[1], chunks[1], "")]

@@ -275,7 +275,7 @@ class TestEvents:
         list(llm.stream_complete(text))
         assert [(event.hits, event.node_ids) for event in seen.fusions] == [(2, []), (2, [])]
         (event, _) = seen.fusions
-        assert event.method == "epic" and event.nominal_ratio == 0.2 and event.ttft_s > 0
+        assert event.method == "epic-corrected" and event.nominal_ratio == 0.2 and event.ttft_s > 0
         assert event.model_dump()["class_name"] == "CacheClipFusionEvent" and set(event.phases_s)
 
     def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:

@@ -132,10 +132,8 @@ def make_identity(config: EngineConfig, method: Method, kv_sources: KVSources) -
         transformers=transformers.__version__,
         torch=torch.__version__,
         cacheclip_rag=__version__,
-        # an engine with the weights fuses for another process that only decodes, unless the method plans ahead for it
-        backend=primary.runtime.backend
-        if not primary.runtime.reads_kv or (method.plans_ahead and not method.min_confidence)
-        else "",
+        # an engine with the weights fuses for another process that only decodes, if a gate asks for logits
+        backend=primary.runtime.backend if not primary.runtime.reads_kv or not method.min_confidence else "",
     )
 
 

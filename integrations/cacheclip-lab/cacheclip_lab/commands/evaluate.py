@@ -35,7 +35,7 @@ def evaluate(
     methods: Annotated[
         str | None,
         typer.Option(
-            show_default="full,full-again,full-reordered,direct,anchored,cacheclip; epic for anchored in llama.cpp",
+            show_default="full,full-again,full-reordered,direct,epic-corrected,cacheclip; epic if layers are recurrent",
             help="Comma-separated names of presets and variants; 'all' for every preset except "
             "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
             "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
@@ -127,12 +127,9 @@ def _runnable(config: EngineConfig, methods: str | None, ratios: str, variants: 
 def _runs(
     config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any], primary: Runtime | None = None
 ) -> list[PlannedRun]:
-    from cacheclip_rag.models import loader_of
-
     from ..evaluation.lab import every_method, planned_runs
 
-    model = primary or loader_of(config.primary)
-    without_scores = "anchored" if model.reads_kv and model.can_score else "epic"
+    without_scores = "epic" if primary and primary.computed_edges[0] else "epic-corrected"  # as auto chooses
     names = _split(methods or f"full,full-again,full-reordered,direct,{without_scores},cacheclip")
     if "all" in names and not primary and (without := every_method(config)[1]):
         typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)

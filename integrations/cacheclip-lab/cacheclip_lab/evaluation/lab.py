@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Segment
-from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset, reads_kv
-from cacheclip_rag.models import concrete, loader_of
+from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset
+from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.runtime import Runtime
 from cacheclip_rag.selection import load_named
@@ -58,12 +58,10 @@ class PlannedRun:
 
 
 def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
-    """Names that ``all`` means (every preset except those for specially trained checkpoints, or that cannot run on the
-    primary), and names that are left out because they need an auxiliary model and none is set."""
+    """Names that ``all`` means (every preset except those for specially trained checkpoints), and names that are left
+    out because they need an auxiliary model and none is set."""
     made = {name: preset(name) for name in PRESET_NAMES}
     every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
-    if not loader_of(config.primary).reads_kv:
-        every = [name for name in every if not reads_kv(made[name])]
     without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
     return [name for name in every if name not in without], without
 

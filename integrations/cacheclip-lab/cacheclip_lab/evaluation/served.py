@@ -64,7 +64,7 @@ def certify_vllm(
     check_writable()
     config = replace(config, shadow_rate=0.0, require_certificate=False, min_confidence=None)
     given = replace(CacheClipEngine(replace(config, store=None)).make_method(method), min_confidence=0.0)
-    _check_method(given)
+    common.check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
     prompts = common.prompts_of(quick)
     with (
@@ -96,15 +96,6 @@ def certify_vllm(
         quick=quick,
         seconds=time.perf_counter() - started,
     )
-
-
-def _check_method(method: Method) -> None:
-    common.check_method(method)
-    if not method.plans_ahead:
-        raise ConfigurationError(
-            f"method {method.name!r} chooses tokens by the primary's KV, so that an engine with the weights fuses for "
-            "vLLM. Certify it without --backend vllm: that certificate holds for what such an engine hands to vLLM."
-        )
 
 
 def _ask(

@@ -33,8 +33,7 @@ class PackagedLoader(ModelLoader):
         self._own = gguf_path(self._key) if self._is_file else model_folder(self._key)
         kind = type(loader_of(str(self._own))) if self._is_file else TransformersLoader
         self._inner = kind(name)
-        self.can_score, self.reads_kv = kind.can_score, kind.reads_kv
-        self.takes_dtype, self.choice = kind.takes_dtype, kind.choice
+        self.can_score, self.takes_dtype, self.choice = kind.can_score, kind.takes_dtype, kind.choice
 
     @classmethod
     def matches(cls, name: str) -> bool:

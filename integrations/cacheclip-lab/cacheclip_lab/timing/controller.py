@@ -179,7 +179,7 @@ class Profile:
             for text, read in of_model.items()
             if read[0] in self.media
         ]
-        beside = "" if plan.method.reads_cache else "recompute" if primary.store.reads_parts else "scoring"
+        beside = "recompute" if primary.store.reads_parts else "scoring"
         return self.reading_of(reads, beside)
 
     def reading_of(self, reads: Sequence[PayloadRead], beside: str) -> ReadTime:

@@ -24,7 +24,7 @@ def result(tiny_models: dict[str, str]) -> dict[str, Any]:
 def test_shape_of_the_result(result: dict[str, Any]) -> None:
     assert {"context_tokens", "chunks", "ratio", "runs", "methods"} <= result.keys()
     assert (result["chunks"], result["ratio"], result["runs"]) == (8, 0.25, 2)
-    assert list(result["methods"]) == ["full", "direct", "anchored"]
+    assert list(result["methods"]) == ["full", "direct", "epic-corrected"]
     for row in result["methods"].values():
         assert set(row["phases_s"]) == set(PHASES)
         assert 0 < row["ttft_s"]["min"] <= row["ttft_s"]["median"] <= row["ttft_s"]["max"]

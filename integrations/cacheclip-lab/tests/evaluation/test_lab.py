@@ -33,7 +33,7 @@ from cacheclip_rag.methods import Method, preset, vary
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.runtime import TextModel
 
-METHODS = ["direct", "epic", "cacheclip", "query_attention"]
+METHODS = ["direct", "epic", "cacheclip"]
 
 
 def record(number: int, **meta: Any) -> Record:
@@ -75,7 +75,7 @@ def without_times(comparison: Comparison) -> Any:
 class TestRun:
     def test_figures(self, config: EngineConfig) -> None:
         comparison = lab(config).run()
-        assert len(comparison.items) == 3 * (1 + 1 + 3 * 2)
+        assert len(comparison.items) == 3 * (1 + 1 + 2 * 2)
         rows = summarise(comparison)["methods"]
         full, direct = rows["full"], rows["direct"]
         assert list(rows) == [run.label for run in comparison.runs]
@@ -87,7 +87,7 @@ class TestRun:
         assert full["gate"] == [] and len(rows["cacheclip@0.2"]["gate"]) == len(CONFIDENCES)
         same = [texts["direct", each.id] == texts["full", each.id] for each in comparison.questions]
         assert direct["equal_answers"] == pytest.approx(sum(same) / 3) and direct["kl_to_full"] > 1e-4
-        for name in ("epic", "cacheclip", "query_attention"):
+        for name in ("epic", "cacheclip"):
             assert rows[f"{name}@1"]["kl_to_full"] < 1e-6 and rows[f"{name}@1"]["effective_ratio"] <= 1.0
             # of each answer's chunks the first is exact, and the ratio is of all chunk tokens
             assert rows[f"{name}@0.2"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
@@ -155,7 +155,7 @@ class TestRun:
 
     @pytest.mark.long
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
-        others = ["direct", "epic", "anchored"]
+        others = ["direct", "epic", "epic-corrected"]
         # text of its own before the first chunk, which is then not exact by itself
         records = [record(number, opening="One of the passages below says it.\n\n") for number in range(2)]
         behind = without_times(lab(config, records=records, methods=["prefix", *others]).run())
@@ -572,7 +572,7 @@ class TestCommand:
         result = self.run("--dataset", dataset, *options)
         assert result.exit_code == 0, result.output
         methods = json.loads(result.stdout)["methods"]
-        assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
+        assert "epic-corrected@0.2" in methods and "cacheclip@0.2" not in methods
         told = "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-gated, cacheclip-paper"
         assert result.stderr.splitlines()[0] == told
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.methods import preset
-from cacheclip_rag.selection import AlignedWindows, AuxiliaryAttention, Budget, QueryAttention
+from cacheclip_rag.selection import AlignedWindows, AuxiliaryAttention, Budget, ChunkStart
 
 FILE = """
 [bare]
@@ -28,7 +28,7 @@ grouping = {type = "AlignedWindows", threshold = 3}
 
 [own-attention]
 preset = "cacheclip"
-scorer = {type = "QueryAttention", layers = "upper"}
+scorer = {type = "ChunkStart"}
 
 [four]
 preset = "epic"
@@ -49,7 +49,7 @@ def test_a_preset_and_what_differs(file: Path) -> None:
     bare = found["bare"]
     assert (bare.correction, bare.chunk_context, bare.scorer) == (0.0, "prefix", AuxiliaryAttention())
     assert bare.budget == Budget(0.1, AlignedWindows(8, 3), chunk_starts=0.5)
-    assert found["own-attention"].scorer == QueryAttention(layers="upper")
+    assert found["own-attention"].scorer == ChunkStart()
     assert found["own-attention"].budget == preset("cacheclip").budget  # type: ignore[attr-defined]
     assert found["four"].budget == FixedStarts(first=4) and read_variants(None) == {}
 

@@ -29,6 +29,7 @@ from vllm_engines import (
 )
 
 from cacheclip_rag.fusion.wire import StoredPiece, runs_of
+from cacheclip_rag.methods import preset
 
 METHODS = ["cacheclip", "epic", "direct", RANDOM, CORRECTED]
 
@@ -335,11 +336,11 @@ class TestBlocksOfFailedLoads:
 
 
 class TestMethodsThatCannot:
-    def test_one_that_reads_kv_is_refused(self, fused: FusedLLM, plain: Any) -> None:
-        found = outputs(fused, PROMPTS[:2], "query_attention")
+    def test_a_gated_one_is_refused(self, fused: FusedLLM, plain: Any) -> None:
+        found = outputs(fused, PROMPTS[:2], replace(preset("epic"), min_confidence=0.5))
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain[:2]
         assert outcomes(found) == ["none"] * 2 and fused.plain.total() == 2
-        assert "primary's KV" in next(iter(fused.plain))
+        assert "min_confidence" in next(iter(fused.plain))
 
     def test_nothing_stored(self, fused: FusedLLM, setting: Setting) -> None:
         asked = ["Nothing of this is stored. What is it?"]

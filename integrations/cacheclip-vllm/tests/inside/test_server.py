@@ -266,7 +266,7 @@ class TestEqualAnswers:
         assert tuple(found.choices[0].token_ids) == setting.expected([PROMPTS[3]], preset("epic").at(0.5))[0]
         assert found.cacheclip["nominal_ratio"] == 0.5 and found.cacheclip["not_found"] > 0
         new = f"{'It was never stored. ' * 9}\n\nWhat?"
-        plain = served.chat(new, field={"documents": ["It was never stored. " * 9], "method": "anchored"})
+        plain = served.chat(new, field={"documents": ["It was never stored. " * 9], "method": "epic-corrected"})
         assert (plain.cacheclip["outcome"], plain.cacheclip["misses"]) == ("plain", 1)
 
     def test_an_edited_prompt_takes_kv_of_the_earlier_one(self, served: Served, setting: Setting) -> None:

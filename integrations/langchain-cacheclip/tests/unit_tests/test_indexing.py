@@ -73,7 +73,7 @@ class TestMethods:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(
-        "method", ["anchored", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str
+        "method", ["epic-corrected", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str
     )
     @pytest.mark.parametrize("way", ["store", "transformer"])
     async def test_all_are_hit(
@@ -95,7 +95,7 @@ class TestMethods:
     ) -> None:
         llm = make(method=method)
         over_memory(llm).add_documents(documents[:2])
-        assert hits(llm, documents[:2], method="anchored") == 2
+        assert hits(llm, documents[:2], method="epic-corrected") == 2
 
 
 class TestParents:
