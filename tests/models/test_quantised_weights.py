@@ -238,8 +238,10 @@ class TestRefused:
 
     def test_whose_package_is_missing(self, monkeypatch: Patch) -> None:
         monkeypatch.setattr(quantised_weights.importlib.util, "find_spec", lambda name: None)
-        for settings in ({"quant_method": "bitsandbytes"}, {"load_in_4bit": True}, {"load_in_8bit": True}):
-            with pytest.raises(ModelError, match="'bitsandbytes', for which accelerate and bitsandbytes must be"):
+        needed = {"bitsandbytes": "bitsandbytes", "awq": "gptqmodel", "gptq": "gptqmodel and optimum"}
+        cases: list[tuple[str, dict[str, Any]]] = [(name, {"quant_method": name}) for name in needed]
+        for name, settings in (*cases, ("bitsandbytes", {"load_in_4bit": True}), ("bitsandbytes", {"load_in_8bit": 1})):
+            with pytest.raises(ModelError, match=f"'{name}', for which accelerate and {needed[name]} must be"):
                 scheme_of(LlamaConfig(quantization_config=settings), "m")
 
     @pytest.mark.parametrize("pattern", ["(a|a)*b", "(.+)+x", ".*" * 5, "re:(x{1,9}){1,9}"])

@@ -49,7 +49,7 @@ SCHEMES: dict[str, Scheme] = {
     "bitsandbytes": Scheme(("accelerate", "bitsandbytes")),
     "compressed-tensors": Scheme(("compressed_tensors",), is_dense=True),
     "fp8": Scheme(("accelerate",), is_dense=True),
-    "gptq": Scheme(("accelerate", "gptqmodel")),
+    "gptq": Scheme(("accelerate", "gptqmodel", "optimum")),
     "mxfp4": Scheme(is_dense=True),
     "torchao": Scheme(("accelerate", "torchao")),
 }
