@@ -1,7 +1,6 @@
 """Engines on tiny GGUF files. ``make test-llamacpp`` runs these tests where llama-cpp-python is installed."""
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,13 @@ from typing import Any
 import pytest
 from cacheclip_testing import build_auxiliary
 from cacheclip_testing.plugin import CHUNKS
+from tiny_gguf import ARCHITECTURES, MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models import unload_models
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
-sys.path.insert(0, os.path.dirname(__file__))  # tiny_gguf, which the tests share
-
-from tiny_gguf import ARCHITECTURES, MakeEngine, write_gguf  # noqa: E402
 
 
 @pytest.fixture(scope="session")
