@@ -24,12 +24,12 @@ $(VENV)/.torch:
 	touch $@
 
 PROJECTS := pyproject.toml integrations/all.txt $(wildcard integrations/*/pyproject.toml)
-$(VENV)/.installed: $(VENV)/.torch $(PROJECTS)
+$(VENV)/.installed: $(PROJECTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --group test --group lint -r integrations/all.txt $(PIN)
 	touch $(VENV)/.for-demo $@
 
 # What the demo needs takes a third of the time.
-$(VENV)/.for-demo: $(VENV)/.torch $(PROJECTS)
+$(VENV)/.for-demo: $(PROJECTS) | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet -e ".[gguf]" $(patsubst %,-e ./integrations/cacheclip-%,care lab serve)
 	touch $@
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 INSTALLED = {
     " Not published yet: in a clone:": "",
-    "pip install -r integrations/all.txt   # or only what you use: -e . -e ./integrations/langchain-cacheclip": (
-        'pip install "cacheclip-rag[all]"   # or only what you use: "cacheclip-rag[langchain]"'
+    "pip install -r integrations/all.txt   # or what you use: -e . -e ./integrations/langchain-cacheclip": (
+        'pip install "cacheclip-rag[all]"   # or what you use: "cacheclip-rag[langchain]"'
     ),
-    "make demo                 # six": "cacheclip demo            # six",
+    " `make demo` does it all.": "",
     "(`make docs` builds the site)": "(in a clone, `make docs` builds the site)",
 }
 """What the core's README says of a clone, and what it says to who installs from the index."""

