@@ -30,6 +30,9 @@ _MOST_SOURCES = 8
 _WINDOW = LEAST_RUN - SIZE + 1
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 Array = np.ndarray[Any, Any]
+END = "end"
+"""In place of a method: exact KV of a prompt's last tokens, and what a model keeps beside KV once it has read them."""
+EXACT = (None, END)
 
 
 def fingerprints(ids: Array) -> tuple[Array, Array]:
@@ -110,6 +113,17 @@ class KVBlock:
             if child.kv is not None and allows(child) and (equal := num_equal(child.ids, tokens))
         ]
         return max(begun, key=lambda each: each[:2])[2] if begun else None
+
+    def ends(self, tokens: Array) -> list[KVBlock]:
+        """Of prompts that end in blocks behind it, and begin like ``tokens``, which come next."""
+        children = (child for child in self.children.values() if child.method == END and child.kv is not None)
+        return [child for child in children if num_equal(child.ids, tokens) == len(child.ids)]
+
+    @staticmethod
+    def last_end(path: Sequence[KVBlock], tokens: Array) -> list[KVBlock]:
+        """The blocks of the longest earlier prompt that ``tokens`` begin with. ``path``: the root, and their blocks."""
+        ends = [end for block in path for end in block.ends(tokens[block.stop :])]
+        return max(ends, key=lambda end: end.stop).path() if ends else []
 
     def path(self) -> list[KVBlock]:
         """The blocks from the prompt's first one to this one."""

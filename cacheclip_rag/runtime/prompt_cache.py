@@ -9,6 +9,9 @@ A prompt finds three kinds of KV here, in this order:
 - *moved*: KV of equal tokens at another position, or behind other text: what is left of a prompt after an edit. Keys
   are turned by the distance. Approximate, the nearer to exact the more of its own past still stands before it.
 
+A model that keeps more than KV, the states of recurrent layers, goes on from the end of an earlier prompt alone. The
+block that ends there has its states too, and a key of its own.
+
 Approximate KV never becomes exact: a branch of the tree that holds it is marked by its method, and the exact walk
 passes no mark. Keys are kept after RoPE, because the same tokens after the same prefix always have the same positions.
 
@@ -32,7 +35,10 @@ import numpy as np
 
 from ..base.errors import ConfigurationError
 from .base import KeptKV, KVMatch, KVSource
-from .kv_blocks import Array, KVBlock, Places, end_of, num_equal, part_of_prompt
+from .kv_blocks import END, EXACT, Array, KVBlock, Places, end_of, num_equal, part_of_prompt
+
+_MOST_ENDS = 3
+"""Ends of one conversation from which the next prompt may go on. Each has all states of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class PromptCache:
         self._blocks = self._bytes = self._approximate_bytes = self._evictions = 0
         self.generation = 0
         """How often :meth:`clear` was called."""
+        self._has_ends = False
+        """Whether its model goes on from the ends of prompts alone."""
         self._lock = threading.Lock()
         self._sharing = [self]
         """Caches that have one limit together, and one lock."""
@@ -112,6 +120,8 @@ class PromptCache:
         tokens = np.asarray(ids, np.int64)
         with self._lock:
             exact = self._root.walk(tokens, None, self.block_tokens)
+            if self._has_ends:
+                exact = KVBlock.last_end([self._root, *exact], tokens)
             parts = [part_of_prompt(KVSource.CACHED, exact, 0, 0, end_of(exact), [1.0])] if exact else []
             ends = exact[-1:]
             if method is not None:
@@ -131,7 +141,8 @@ class PromptCache:
     def known(self, ids: Sequence[int]) -> int:
         """Number of first tokens whose exact KV :meth:`match` would find now."""
         with self._lock:
-            return end_of(self._root.walk(np.asarray(ids, np.int64), None, self.block_tokens))
+            exact = self._root.walk(tokens := np.asarray(ids, np.int64), None, self.block_tokens)
+            return end_of(KVBlock.last_end([self._root, *exact], tokens) if self._has_ends else exact)
 
     def insert(
         self,
@@ -145,6 +156,8 @@ class PromptCache:
         copied from slots 0 to ``len(ids) - 1``. Evicts blocks without references, but no block of ``ids``.
 
         Args:
+            cache: if it has more than KV, its ``ends_at`` is its number of tokens, or 0 if they are not exact, and its
+                ``state_bytes`` those of what its last block has beside KV.
             approximate: not all KV is exact. What follows the exact KV that is kept already goes into a branch of its
                 own, to the last token. Where it is kept already, the KV with fewer stale tokens stays.
             generation: what :attr:`generation` was when the prompt was answered: if it is another number now, nothing
@@ -152,16 +165,19 @@ class PromptCache:
         """
         tokens, length = np.asarray(ids, np.int64), cache.get_seq_length()
         assert length >= len(ids), f"the cache must hold the KV of all {len(ids)} tokens, it holds {length}"
+        ends_at: int | None = getattr(cache, "ends_at", None)
+        if ends_at is not None and (ends_at != len(ids) or approximate is not None):
+            return 0
         with self._lock:
             if generation not in (None, self.generation):
                 return 0
-            held = self._root.walk(tokens, None, self.block_tokens)
+            held = self._root.walk(tokens[: ends_at and ends_at - 1], None, self.block_tokens)
             exact, method = end_of(held), None
             if approximate is not None:
                 method = _key(approximate.method)
                 held += (held[-1] if held else self._root).walk(tokens, method, self.block_tokens)
             self._hold(held)
-            new = self._reserve(held[-1] if held else self._root, tokens, method, cache.token_bytes)
+            new = self._reserve(held[-1] if held else self._root, tokens, method, cache)
             self._places.add(tokens, [*held, *new], held[-1].stop if held else 0)
         stale, past = np.zeros(len(tokens), np.bool_), np.ones(len(tokens), np.float32)
         if approximate is not None:
@@ -219,13 +235,22 @@ class PromptCache:
                 best, furthest = [each for each in blocks if each.stop > first], stop
         return best, furthest
 
-    def _reserve(self, parent: KVBlock, tokens: Array, method: Hashable, token_bytes: int) -> list[KVBlock]:
+    def _reserve(self, parent: KVBlock, tokens: Array, method: Hashable, cache: KeptKV) -> list[KVBlock]:
         """New blocks after ``parent``, with one reference and no KV yet, as many as fit."""
-        new, size = list[KVBlock](), self.block_tokens
+        new, size, state_bytes = list[KVBlock](), self.block_tokens, getattr(cache, "state_bytes", 0)
+        if state_bytes:
+            self._has_ends = True
+            path = (self._root, *parent.path())
+            ends = [end for block in path for end in block.ends(tokens[block.stop :]) if end in self._free]
+            for end in ends[: 1 - _MOST_ENDS]:
+                del self._free[end]
+                self._remove(end)
         while parent.parent is None or len(parent.ids) == size:
             ids = tokens[parent.stop : parent.stop + size]
-            key, num_bytes = KVBlock.key_of(method, ids), len(ids) * token_bytes
-            if not len(ids) or (method is None and len(ids) < size) or key in parent.children:
+            ends_here = state_bytes and parent.stop + len(ids) == len(tokens)
+            key = KVBlock.key_of(END if ends_here else method, ids)
+            num_bytes = len(ids) * cache.token_bytes + (state_bytes if ends_here else 0)
+            if not len(ids) or (key[0] is None and len(ids) < size) or key in parent.children:
                 break
             if not self._make_room(num_bytes):
                 break
@@ -256,7 +281,7 @@ class PromptCache:
 
     def _count(self, block: KVBlock, sign: int) -> None:
         self._bytes += sign * block.num_bytes
-        if block.method is not None:
+        if block.method not in EXACT:
             self._approximate_bytes += sign * block.num_bytes
 
     def _hold(self, blocks: Sequence[KVBlock]) -> None:
@@ -271,7 +296,7 @@ class PromptCache:
         copies = cache.blocks(blocks[0].start, blocks[-1].stop, self.block_tokens)
         for block, kv in zip(blocks, copies, strict=True):
             with self._lock:  # KV, and what is said of it, change at once
-                if block.method is not None:
+                if block.method not in EXACT:
                     part = slice(block.start, block.stop)
                     block.stale, block.past, block.turns = stale[part], float(past[part].min()), turns
                 block.kv = kv

@@ -18,12 +18,15 @@ from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.fusion.wire import runs_of
 from cacheclip_rag.models import load_model, unload_models
 from cacheclip_rag.runtime import Runtime
+from cacheclip_rag.runtime.prompt_cache import PromptCache
 from cacheclip_rag.runtime.transformers import state_map, state_map_model, state_map_proof
-from cacheclip_rag.runtime.transformers.cache import cache_argument
+from cacheclip_rag.runtime.transformers.cache import FusedLayer, cache_argument
 from cacheclip_rag.runtime.transformers.kept import kept_file
 from cacheclip_rag.runtime.transformers.rotary import Tables
+from cacheclip_rag.runtime.transformers.state_map import StateLayer
 from cacheclip_rag.runtime.transformers.state_map_model import StateMapRuntime
 from cacheclip_rag.runtime.transformers.stored_state_map import StateMapLayout, StoredSpan, StoredSpans
+from tests.fusion.cases import prefilled
 
 pytestmark = pytest.mark.skipif(state_map.LinearAttentionLayer is None, reason="this transformers is too old")
 
@@ -31,6 +34,11 @@ FAMILIES = ("qwen3_5_text", "nemotron_h", "falcon_h1", "kimi_linear")
 FIRST, LAST = 16, 4
 IDS = (torch.arange(100) * 37 % 290 + 5).tolist()
 CONTEXT, CHUNKS, END = IDS[:24], (IDS[24:54], IDS[54:88]), IDS[88:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_class(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text"))
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -195,6 +203,75 @@ class TestComposition:
         assert unread == lacking and [(span.start, span.stop) for span in spans] == [(56, 66), (40, 50)]
 
 
+class TestFollowUp:
+    @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+    def test_equals_full_prefill(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After the end of an earlier prompt, not of its answer: steps of one token may be computed otherwise."""
+        runtime, cache = runtime_of(name), PromptCache(10**8)
+        state, _ = runtime.prefill(torch.tensor(IDS[:40]), 60)
+        assert cache.insert(IDS[:40], state)
+        runtime.decode_step(state, IDS[40])
+        assert not cache.insert(IDS[:41], state)
+        runtime.extend(state, torch.tensor(IDS[40:45]), 40)
+        assert cache.insert(IDS[:45], state)
+        runtime.cut(state, 40)
+        for token in IDS[40:45]:
+            runtime.decode_step(state, token)
+        assert not state.ends_at
+        put, write, expected = StateLayer.put, FusedLayer.write, full(runtime, IDS[:88])[-1]
+
+        def continued(stop: int) -> float:
+            with cache.match(IDS[:stop]) as match:
+                assert match.num_tokens == match.num_exact == (0 if stop < 40 else 40 if stop < 45 else 45)
+                begun, start = runtime.begin(match, 88), match.num_tokens
+            logits = runtime.extend(begun, torch.tensor(IDS[start:88]), start)
+            assert logits is not None and begun.ends_at == 88
+            runtime.cut(begun, 43)  # before what was kept
+            again = runtime.extend(begun, torch.tensor(IDS[43:45]), 43)
+            assert again is not None and gap(again, full(runtime, IDS[:45])[-1]) < 1e-5
+            return gap(logits, expected)
+
+        assert max(continued(39), continued(44), continued(88)) < 1e-5
+        assert not cache.match([*IDS[:39], 3, *IDS[40:]]).num_tokens
+        for owner, part, wrong in (
+            (StateLayer, "put", lambda layer, tails, each, index: put(layer, tails, 0 * each, index)),
+            (
+                StateLayer,
+                "put",
+                lambda layer, tails, each, index: put(layer, [0 * tail for tail in tails], each, index),
+            ),
+            (FusedLayer, "write", lambda layer, start, keys, values: write(layer, start, keys.roll(1, 1), values)),
+        ):
+            with monkeypatch.context() as planted:
+                planted.setattr(owner, part, wrong)
+                assert continued(88) > 1e-3, part
+        with cache.match(IDS) as match:
+            held = [runtime.place(match, [(0, count)], ())[0] for count in (45, 30)]
+        assert [spans.computed(torch.tensor([50])).tolist() for spans in held] == [[*range(45, 51)], [*range(51)]]
+
+    def test_states_after_a_map_are_not_kept(self) -> None:
+        """It is rounded to the model's dtype."""
+        runtime, cache = runtime_of("qwen3_next"), PromptCache(10**8)
+        ids, spans = placed(runtime, CHUNKS)
+        assert not cache.insert(ids, composed(runtime, ids, spans)[0])
+        assert cache.insert(ids, runtime.prefill(torch.tensor(ids), 100)[0])
+
+    def test_a_chunk_behind_an_earlier_prompt(self, folder: str) -> None:
+        question, text = " ".join(SENTENCES[:2]), " ".join(SENTENCES[4:9])
+        logits = []
+        for size in (10**8, 0):
+            engine = CacheClipEngine(EngineConfig(primary=folder, prefix_cache_bytes=size, auxiliary=None))
+            engine.precompute([text])
+            messages = [{"role": "user", "content": question}]
+            answer = engine.generate(messages, SamplingParams(max_tokens=3), method="epic")
+            messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"{text}\n\nWhen?"}]
+            result = prefilled(engine, messages, "epic")
+            assert result.stats.hits == 1 and not result.is_exact
+            assert result.stats.cached_prefix_tokens == (answer.stats.prompt_tokens if size else 0)
+            logits.append(result.logits)
+        assert gap(*logits) < 1e-5
+
+
 class TestProof:
     @pytest.fixture(autouse=True)
     def own_home(self, home: Path) -> None:
@@ -243,11 +320,6 @@ class TestProof:
         unload_models()
         load_model(folder)
         assert asked == [True, False]  # the tiny model, and the weights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_class(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_5_text"))
 
 
 class TestConformance(RuntimeConformance):

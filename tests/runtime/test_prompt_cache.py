@@ -213,6 +213,45 @@ class TestPast:
         assert {number for _, _, number in state.kv} == {-1, 3}
 
 
+class TestEnds:
+    """Of a model that has more than KV, from which a prompt goes on at the ends of earlier ones alone."""
+
+    class State(Kept):
+        state_bytes = 100
+
+        @property
+        def ends_at(self) -> int:
+            return len(self.kv)
+
+    def test_the_longest_earlier_prompt_that_it_begins_with(self) -> None:
+        generator, cache, asked = random.Random(3), PromptCache(10**6, block_tokens=4), list[list[int]]()
+        for number in range(300):
+            begin = generator.choice([[], *asked])[: generator.randrange(30)]
+            ids = [*begin, *(generator.randrange(2) for _ in range(generator.randrange(1, 12)))]
+            expected = max((len(each) for each in asked if ids[: len(each)] == each), default=0)
+            assert cache.known(ids) <= expected
+            with cache.match(ids) as match:
+                if match.num_tokens < expected:  # it went, as three came after it
+                    longer = [each for each in asked if len(each) > expected and each[:expected] == ids[:expected]]
+                    assert len(longer) >= 3
+                state = self.State([-1] * len(ids))
+                match.write_to(state)
+                assert [token for token, _, _ in state.kv[: match.num_tokens]] == ids[: match.num_tokens]
+                cache.insert(ids, self.State(ids, number))
+            if ids not in asked:
+                asked.append(ids)
+        cache.clear()
+        assert cache.stats.bytes == 0
+
+    def test_three_of_a_conversation_are_kept_and_count(self) -> None:
+        ids, cache = tokens(200, 1), PromptCache(10**6, block_tokens=BLOCK)
+        for stop in (20, 48, 70, 100, 200):
+            assert cache.insert(ids[:stop], self.State(ids[:stop])) and not cache.insert(ids[:10], self.State(ids))
+            assert cache.known(ids) == stop
+        assert [cache.known(ids[:stop]) for stop in (199, 99, 69, 47)] == [100, 70, 0, 0]
+        assert cache.stats.bytes == 192 + 8 + 4 + 6 + 3 * 100 and not cache.stats.continued_bytes
+
+
 class TestLimits:
     def test_what_is_held_stays_and_what_is_evicted_is_not_found(self) -> None:
         old = tokens(160, 1)

@@ -10,7 +10,7 @@ states. Every pass is the model's own, over neighbouring tokens.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..base import KVMatch, wait_for
+from ..base import KVMatch, KVPart, wait_for
 from .architectures import has_pinned_rope, reuse_tokens, rope_pin
 from .cache import FusedLayer, LatentLayer, cache_argument
 from .model import device_of
@@ -35,14 +35,53 @@ class RecurrentState:
     def __init__(self, cache: Cache) -> None:
         self.cache, self.ids = cache, list[int]()
         self._recurrent = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+        self._attending = [layer for layer in cache.layers if isinstance(layer, FusedLayer)]
         self._mark, self._kept = 0, list[Any]()
+        self.num_plain = 0
+        """First tokens that are there by passes over several: a map is rounded to the model's dtype, and one token may
+        be computed otherwise (transformers' Nemotron-H does not clamp its step of time)."""
+        self.token_bytes = sum(layer.token_bytes for layer in self._attending)
 
     def get_seq_length(self) -> int:
         return len(self.ids)
 
     def mark(self) -> None:
         """Keep the recurrent states of now."""
-        self._mark, self._kept = len(self.ids), [layer.kept() for layer in self._recurrent if self.ids]
+        self._mark, self._kept = len(self.ids), self._states()
+
+    def _states(self) -> list[Any]:
+        return [layer.kept() for layer in self._recurrent if self.ids]
+
+    @property
+    def ends_at(self) -> int:
+        return len(self.ids) if self.num_plain == len(self.ids) else 0
+
+    @property
+    def state_bytes(self) -> int:
+        kept = (
+            each
+            for layer in self._recurrent
+            for each in (*layer.conv_states.values(), *layer.recurrent_states.values())
+        )
+        return sum(each.nbytes for each in kept if each is not None)
+
+    def blocks(self, start: int, stop: int, size: int) -> Iterator[tuple[list[int], list[Any], list[Any]]]:
+        """Token ids, KV of the layers that attend, and in the block that ends here the recurrent states."""
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            arrays = ((layer.keys[0, :, first:last], layer.values[0, :, first:last]) for layer in self._attending)
+            kv = [(keys.clone(), values.clone()) for keys, values in arrays]
+            yield self.ids[first:last], kv, self._states() if last == len(self.ids) else []
+
+    @torch.inference_mode()
+    def write_blocks(self, part: KVPart) -> None:
+        for ids, kv, _ in part.blocks:
+            for layer, (keys, values) in zip(self._attending, kv, strict=True):
+                layer.write(len(self.ids), keys, values)
+            self.ids += ids
+        self.num_plain = len(self.ids)
+        for layer, state in zip(self._recurrent, part.blocks[-1][2], strict=True):
+            layer.put(*state)
 
     def back(self, num_tokens: int) -> list[int]:
         """Go back to the last mark that is not behind so many tokens, or to the beginning. Returns the tokens from
@@ -50,6 +89,7 @@ class RecurrentState:
         if self._mark > num_tokens:  # what it kept is of other tokens from now on
             self._mark, self._kept = 0, []
         at = self._mark
+        self.num_plain = min(self.num_plain, at)
         for number, layer in enumerate(self._recurrent):
             layer.reset()
             if at:
@@ -65,7 +105,7 @@ class RecurrentState:
 class StateMapRuntime(TextModel):
     """One loaded hybrid. It computes in the prompt's order, and its stored KV is opaque (:mod:`.stored_state_map`)."""
 
-    can_score = keeps_prefixes = reads_kv = False
+    can_score = reads_kv = False
     can_extend = True
     kv_codec = "opaque"
     computed_edges = StateMapLayout.edges
@@ -165,6 +205,8 @@ class StateMapRuntime(TextModel):
             else:
                 decoder(**arguments)
         state.ids += ids
+        if len(ids) > 1 and state.num_plain == start:
+            state.num_plain += len(ids)
         return None if not head else logits[-1] if logits_to_keep == 1 else logits
 
     def _apply(self, state: RecurrentState, ids: Sequence[int], span: StoredSpan) -> None:
@@ -183,7 +225,7 @@ class StateMapRuntime(TextModel):
 
     def run_all(self, state: RecurrentState, ids: Sequence[int], spans: StoredSpans) -> torch.Tensor | None:
         """Run the tokens that no span has, in order. Returns the last run's logits."""
-        edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(ids)]
+        edges = [len(state.ids), *(edge for span in spans for edge in (span.start, span.stop)), len(ids)]
         logits = None
         for number, (start, stop) in enumerate(pairwise(edges)):
             if number % 2:
@@ -196,8 +238,9 @@ class StateMapRuntime(TextModel):
         return self.compute_in_order(ids.tolist(), StoredSpans(), [(0, len(ids))], capacity)
 
     def begin(self, match: KVMatch, capacity: int) -> RecurrentState:
-        assert not match.num_tokens, "KV of earlier prompts is not kept"
-        return self.new_state(capacity)
+        state = self.new_state(capacity)
+        match.write_to(state)
+        return state
 
     @torch.inference_mode()
     def extend(
@@ -225,6 +268,8 @@ class StateMapRuntime(TextModel):
         """The tokens between the edges of stored pieces (:class:`~cacheclip_rag.fusion.in_order.PlacedKV`), and pieces
         that lack some of these."""
         spans, unread = StoredSpans(), list[Any]()
+        if used and [*used] == [(0, match.num_tokens)]:  # else the prompt goes on before the end of an earlier one
+            spans.match = match
         for piece in pieces:
             own = self.layout.between(piece.num_tokens)
             if piece.first > own.start or piece.first + piece.count < own.stop:
@@ -237,7 +282,7 @@ class StateMapRuntime(TextModel):
     def compute_in_order(
         self, ids: Sequence[int], held: StoredSpans, runs: Iterable[tuple[int, int]], capacity: int, **_: Any
     ) -> tuple[RecurrentState, torch.Tensor]:
-        state = self.new_state(max(capacity, len(ids)))
+        state = self.begin(held.match, max(capacity, len(ids)))
         computed = [*runs]
         left = StoredSpans(span for span in held if not any(a <= span.start and span.stop <= b for a, b in computed))
         logits = self.run_all(state, ids, left)

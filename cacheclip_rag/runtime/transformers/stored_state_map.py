@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..base import KVMatch
 from .state_map import Mixers, StateMap
 
 _FIRST, _LAST = 16, 4
@@ -36,12 +37,16 @@ class StoredSpan:
 class StoredSpans(list[StoredSpan]):
     """Those of a prompt, in order."""
 
+    match = KVMatch()
+    """KV and states that an earlier prompt left, of tokens before them all."""
+
     def computed(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tokens that are computed, if those at ``rows`` must be: all, but for the spans of which none or only some
-        are chosen. Both ``(num_rows,)`` int64, ascending."""
+        """The tokens that are computed, if those at ``rows`` must be: all after the match, but for the spans of which
+        none or only some are chosen. Both ``(num_rows,)`` int64, ascending."""
         last = int(rows[-1]) + 1
         chosen, computed = torch.zeros(last, dtype=torch.bool), torch.ones(last, dtype=torch.bool)
         chosen[rows] = True
+        computed[: self.match.num_tokens] = False
         for span in self:
             computed[span.start : span.stop] = bool(chosen[span.start : span.stop].all())
         return computed.nonzero()[:, 0]
