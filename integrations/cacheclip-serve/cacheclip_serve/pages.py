@@ -182,7 +182,8 @@ def note_page(title: str, text: str, place: str) -> str:
 
 def _in_short(answer: Answer) -> str:
     stats, end = answer.stats, _ENDS.get(answer.finish_reason)
-    facts = [f"{stats.hits} texts found", f"{stats.reused_tokens:,} of {stats.prompt_tokens:,} tokens reused"]
+    texts = "text" if stats.hits == 1 else "texts"
+    facts = [f"{stats.hits} {texts} found", f"{stats.reused_tokens:,} of {stats.prompt_tokens:,} tokens reused"]
     return " · ".join([*facts, f"first token after {stats.ttft_s:.2f} s", *([end] if end else [])])
 
 

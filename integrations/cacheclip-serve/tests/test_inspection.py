@@ -16,7 +16,7 @@ import httpx
 import pytest
 from cacheclip_serve import ServedQuestion, page_writer
 from cacheclip_serve.inspection import MOST_ANSWERS, Inspection
-from cacheclip_serve.pages import ComparedAnswer, answer_page
+from cacheclip_serve.pages import ComparedAnswer, answer_page, list_page
 from cacheclip_serve.transformers import TransformersBackend
 from cacheclip_testing.plugin import CHUNKS, rag_prompt
 from serve_cases import Served, running, until
@@ -213,6 +213,8 @@ def test_text_is_never_markup(engine: CacheClipEngine, method: str) -> None:
 def test_without_a_trace(engine: CacheClipEngine) -> None:
     answer: Answer = engine.generate("Why?", max_tokens=1)
     assert "first token after" in answer_page("Why?", answer, model="a model")
+    for hits, says in ((1, ">1 text found"), (2, ">2 texts found")):
+        assert says in list_page([(1, "Why?", replace(answer, stats=replace(answer.stats, hits=hits)))], 1)
 
 
 @pytest.mark.parametrize(("reason", "says"), [("length", True), ("stop", False)])

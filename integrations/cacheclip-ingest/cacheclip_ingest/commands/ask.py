@@ -137,7 +137,7 @@ def _print_details(answer: Answer, passages: list[Passage]) -> None:
         )
     if stats.fallback:
         typer.echo(f"  note    answered by plain prefill: {stats.fallback}")
-    phases = "  ".join(f"{name} {seconds:.3f}" for name, seconds in stats.phases_s.items())
+    phases = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in stats.phases_s.items())
     predicted = "" if stats.predicted_ttft_s is None else f", predicted {stats.predicted_ttft_s:.2f} s"
     typer.echo(f"  first token after {stats.ttft_s:.2f} s{predicted} ({phases})")
     typer.echo(
