@@ -3,7 +3,7 @@
     python benchmarks/pin_logits.py write FILE [--models llama,gemma3]
     python benchmarks/pin_logits.py check FILE [--models smollm2-135m]
 
-Tiny models of six architectures and two real ones; nine presets; four recompute ratios; beside the logits the answer's
+Tiny models of six architectures and two real ones; five presets; four recompute ratios; beside the logits the answer's
 first tokens and what the statistics say. Exit code 1 if anything differs. The numbers hold for one kind of processor,
 one version of torch and two threads, which the file names: write it with the old code where they are others.
 

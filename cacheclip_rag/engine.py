@@ -310,13 +310,11 @@ class CacheClipEngine(Closing):
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
-        isolated: bool = False,
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`.
 
         Args:
             as_it_stands: the prompt is a text, and gets no chat template and no system prompt.
-            isolated: find whole chunks only, as for a chunk context that is isolated (:meth:`context_of`).
         """
         return self.parts.segment(
             str(prompt) if as_it_stands else prompt,
@@ -325,7 +323,6 @@ class CacheClipEngine(Closing):
             tools=check_tools(tools),
             variables=check_template_kwargs(chat_template_kwargs or {}),
             as_it_stands=as_it_stands,
-            isolated=isolated,
         )
 
     def plan(

@@ -39,19 +39,13 @@ def methods_table() -> str:
 
 
 def _needs(method: Method) -> str:
-    wanted = (
-        (method.needs_auxiliary, "an auxiliary model"),
-        (method.learns, "earlier prompts"),
-        (method.name == "block", "a checkpoint trained for it"),
-    )
+    wanted = ((method.needs_auxiliary, "an auxiliary model"), (method.learns, "earlier prompts"))
     return ", ".join(text for is_wanted, text in wanted if is_wanted)
 
 
 def _exact(method: Method) -> str:
     if not method.reuses_chunks:
         return "always"
-    if method.name == "block":
-        return "under its own mask"
     return "at ratio 1.0" if method.has_ratio and method.exact_at_one else "never with several chunks"
 
 

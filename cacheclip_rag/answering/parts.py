@@ -180,11 +180,9 @@ class Parts:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
-        isolated: bool = False,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`. A text that
-        is read ``as_it_stands`` gets no chat template and no system prompt. An ``isolated`` chunk context finds whole
-        chunks only."""
+        is read ``as_it_stands`` gets no chat template and no system prompt."""
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
         check_least_length([text for text in texts if isinstance(text, str)], self.models.runtime)
@@ -200,7 +198,6 @@ class Parts:
             tools=tools,
             variables=variables,
             as_it_stands=as_it_stands,
-            parts=not isolated,
         )
 
     # -- methods ------------------------------------------------------------------------------------------------

@@ -180,7 +180,6 @@ class Answering:
                     documents,
                     tools=options.tools,
                     variables=options.chat_template_kwargs,
-                    isolated=kv_sources.primary.context.isolated,
                 )
             question = options.question
             if question is None and not isinstance(prompt, str):

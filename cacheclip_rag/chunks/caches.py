@@ -104,7 +104,7 @@ class ChunkCaches:
     ) -> None:
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
-        self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
+        self.prefix_ids = (*prefix_ids, *context_ids)
         self.store = store
         self.codec = codec
         exact = runtime.kv_codec or str(runtime.dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ hardly depends on the text before it. So any passages can stand for that text. T
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ..base.checks import check_choice
 from ..base.keys import json_digest
@@ -15,17 +15,16 @@ from ..base.names import SETTINGS, refuse_removed
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """Text before a chunk while it is precomputed. It is part of the chunk's store key."""
+    """What comes before a chunk while it is precomputed, after the shared prefix. It is part of the chunk's store
+    key."""
 
-    isolated: bool = False
-    """True: nothing comes before the chunk; False: the shared prefix does."""
     text: str = ""
     """Text between the shared prefix and the chunk. It stands for the text that precedes the chunk in a prompt."""
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all fields, for certificate identities."""
-        return json_digest(asdict(self))
+        """SHA-256, for certificate identities, in the form of those that are there: with a field that is gone."""
+        return json_digest({"isolated": False, "text": self.text})
 
 
 _PASSAGES = (

@@ -16,13 +16,12 @@ from ..base.names import METHODS, late_names, refuse_removed
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from .base import Method as Method
-    from .direct import BlockAttention as BlockAttention
     from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
     from .recompute import Chunks as Chunks, Recompute as Recompute, Split as Split, offsets as offsets
     from .settings import describe as describe, vary as vary
 
 
-PRESET_NAMES = tuple("full prefix direct block epic epic-corrected cacheclip cacheclip-gated cacheclip-paper".split())
+PRESET_NAMES = tuple("full prefix direct epic epic-corrected cacheclip cacheclip-gated cacheclip-paper".split())
 
 _GROUP = "cacheclip.methods"
 """Entry points of methods that other distributions bring, by name."""
@@ -83,21 +82,19 @@ def check_reads(method: Method, runtime: Runtime) -> None:
     if runtime.computed_edges[0] and method.reuses_chunks and not _takes_whole_chunks(method):
         others = [name for name in PRESET_NAMES if _takes_whole_chunks(preset(name))]
         raise ConfigurationError(
-            f"method {method.name!r} chooses tokens within chunks, or reads chunks apart, and {runtime.name!r} has "
-            f"recurrent layers, whose state is moved over a whole chunk. Use another method ({', '.join(others)})."
+            f"method {method.name!r} chooses tokens within chunks, and {runtime.name!r} has recurrent "
+            f"layers, whose state is moved over a whole chunk. Use another method ({', '.join(others)})."
         )
 
 
 def _takes_whole_chunks(method: Method) -> bool:
-    is_apart = method.context is not None and method.context.isolated
-    return not (method.needs_auxiliary or method.mean_change or is_apart)
+    return not (method.needs_auxiliary or method.mean_change)
 
 
 __getattr__, _LATE = late_names(
     __name__,
     {
         "base": "Method",
-        "direct": "BlockAttention",
         "presets": "PRESETS PRESET_NOTES",
         "recompute": "Chunks Recompute Split offsets",
         "settings": "describe vary",

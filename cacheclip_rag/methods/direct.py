@@ -12,8 +12,6 @@ from typing import ClassVar
 
 import torch
 
-from ..base.errors import ConfigurationError
-from ..chunks.context import ChunkContext
 from ..selection.views import PromptView, per_span
 from .base import Method
 
@@ -28,29 +26,3 @@ class Direct(Method):
 
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return per_span(view.spans, False)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockAttention(Direct):
-    """Block-Attention (arXiv:2409.15355), for checkpoints that are trained to read chunks apart.
-
-    Such a model is fine-tuned with a mask under which a chunk sees only itself, and text after the chunks sees
-    everything. Chunk caches computed this way equal one forward pass under that mask, so nothing is recomputed. Other
-    models answer worse with it than with ``direct``.
-    """
-
-    name: str = field(default="block", kw_only=True)
-
-    reuses_prefixes: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super(BlockAttention, self).__post_init__()
-        if self.chunk_context is not None:
-            raise ConfigurationError(
-                f"method {self.name!r} encodes chunks without anything before them, got chunk_context="
-                f"{self.chunk_context!r}. Leave it out."
-            )
-
-    @property
-    def context(self) -> ChunkContext:
-        return ChunkContext(isolated=True)

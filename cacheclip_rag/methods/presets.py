@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..selection.budget import AlignedWindows, Budget, Tokens
 from ..selection.scorers import AuxiliaryAttention, ChunkStart
 from .base import Method
-from .direct import BlockAttention, Direct
+from .direct import Direct
 from .full import Full, Prefix
 from .recompute import Recompute
 
@@ -41,11 +41,6 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "vLLM's prefix caching, arXiv:2309.06180",
     ),
     "direct": (Direct(), "Chunk caches are concatenated; nothing is recomputed.", _OF_CACHEBLEND),
-    "block": (
-        BlockAttention(),
-        "For checkpoints trained to read chunks apart: chunk caches as they are.",
-        "Block-Attention, arXiv:2409.15355",
-    ),
     "epic": (
         Recompute(ChunkStart(), _TOKENS),
         "The first tokens of every chunk, as many as the ratio allows.",

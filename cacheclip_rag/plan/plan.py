@@ -69,7 +69,7 @@ class KVSources:
             self.stored_prompts.restore(ids)
         if not continued:
             return self.prompt_cache.match(ids)
-        can_move = moves and self.primary.runtime.can_move and not self.primary.context.isolated
+        can_move = moves and self.primary.runtime.can_move
         computes_all = not method.reuses_chunks or (method.exact_at_one and method.nominal_ratio >= 1.0)
         stop = max(layout.num_tokens - LEAST_END, 0) if can_move and not computes_all else 0
         return self.prompt_cache.match(ids, method, moves=range(layout.num_prefix, stop))
@@ -215,15 +215,13 @@ def make_plan(
     ``question``: text that scores the chunks; default the text after the last chunk. ``documents``: texts that should
     stand in the prompt. ``moves``: KV of earlier prompts may be moved. Raises PromptTooLongError."""
     runtime = kv_sources.primary.runtime
-    context = kv_sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
     layout = lay_out(
         segments,
         runtime,
         kv_sources.primary.tokenize,
         kv_sources.prefix_caches.prefix_ids,
-        isolated=context.isolated,
-        is_after_prefix=not context.isolated and not context.text,
+        is_after_prefix=not kv_sources.primary.context.text,
     )
     check_length(layout, runtime.context_tokens)
     absent = count_absent(set(documents) - set(layout.altered), segments, (span.segment for span in layout.chunks))

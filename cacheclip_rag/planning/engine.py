@@ -119,7 +119,7 @@ class PlanningEngine(Closing):
         self.parts.texts.index.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
             self.parts.certificates.check(method)
-        self.segments("?", method=method)
+        self.segments("?")
         assert sources.primary.runtime is self.primary
 
     def keep_prompts(self) -> None:
@@ -142,15 +142,13 @@ class PlanningEngine(Closing):
         self,
         prompt: Prompt,
         *,
-        method: str | Method | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
     ) -> list[Segment]:
-        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method. ``as_it_stands``: it is a
-        text without chat template and system prompt."""
-        chosen = method if isinstance(method, Method) else self.make_method(method)
+        """A prompt cut into chunks and fresh text, for :meth:`plan`. ``as_it_stands``: it is a text without chat
+        template and system prompt."""
         assert isinstance(prompt, str) or not as_it_stands, "only a text can be read as it stands"
         return self.parts.segment(
             prompt,
@@ -158,7 +156,6 @@ class PlanningEngine(Closing):
             tools=check_tools(tools),
             variables=variables,
             as_it_stands=as_it_stands,
-            isolated=self.parts.context_of(chosen).isolated,
         )
 
     @torch.inference_mode()

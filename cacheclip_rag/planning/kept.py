@@ -88,7 +88,7 @@ class KeptPrompts:
         none, where that computes no less."""
         layout, method = plan.layout, plan.method
         computes_all = not method.reuses_chunks or (method.exact_at_one and method.nominal_ratio >= 1.0)
-        if not plan.moves or plan.obstructed or computes_all or sources.primary.context.isolated:
+        if not plan.moves or plan.obstructed or computes_all:
             return plan, []
         moves = range(layout.num_prefix, max(layout.num_tokens - LEAST_END, 0))
         with self._prompt_cache.match(layout.token_ids[:-1], moves=moves) as match:

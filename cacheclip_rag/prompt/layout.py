@@ -18,7 +18,7 @@ import torch
 from ..base.errors import PromptTooLongError
 from ..finding.folding import code_points, fold
 from ..runtime.base import Runtime, TokenizedText
-from .segments import Chunk, Fresh, Segment, without_parts
+from .segments import Chunk, Fresh, Segment
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
@@ -94,27 +94,20 @@ def lay_out(
     tokenize_chunk: Callable[[str], TokenizedText],
     prefix_ids: Sequence[int],
     *,
-    isolated: bool = False,
     is_after_prefix: bool = False,
 ) -> Layout:
     """Tokenise a prompt and find the tokens of its chunks, as ``tokenize_chunk`` gives those of a whole stored chunk.
-    ``isolated`` tokenises every chunk apart from the text around it, for models that were trained so: parts of chunks
-    are fresh text then. ``is_after_prefix``: chunk caches were computed right behind the shared prefix."""
+    ``is_after_prefix``: chunk caches were computed right behind the shared prefix."""
     spans: list[Span] = []
-    for group in _groups(without_parts(segments) if isolated else segments, isolated):
+    for group in _groups(segments):
+        stored = [
+            (tokenize_chunk(each.whole), each.at)
+            if isinstance(each, Chunk) and each.whole.startswith(each.text, each.at)
+            else None
+            for each in group
+        ]
         start = spans[-1].stop if spans else 0
-        first = group[0]
-        if isinstance(first, Chunk) and isolated:
-            if len(tokens := tokenize_chunk(first.whole)):
-                spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
-        else:
-            stored = [
-                (tokenize_chunk(each.whole), each.at)
-                if isinstance(each, Chunk) and each.whole.startswith(each.text, each.at)
-                else None
-                for each in group
-            ]
-            spans += _spans(group, runtime.tokenize_prompt(group, stored), tokenize_chunk, start)
+        spans += _spans(group, runtime.tokenize_prompt(group, stored), tokenize_chunk, start)
     columns = [span.tokens.columns[0] for span in spans]
     ids: list[int] = np.concatenate(columns).tolist() if columns else []
     first_chunk = next((span.start for span in spans if span.is_chunk), len(ids))
@@ -138,12 +131,12 @@ def _altered(lost: Iterable[Chunk], tokenize_chunk: Callable[[str], TokenizedTex
     return {text: num_tokens for text in half if (num_tokens := len(tokenize_chunk(text)))}
 
 
-def _groups(segments: Sequence[Segment], isolated: bool) -> Iterator[list[Segment]]:
-    """Segments that are tokenised together. ``isolated``: each by itself."""
+def _groups(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments that are tokenised together."""
     group: list[Segment] = []
     for segment in segments:
         group.append(segment)
-        if isolated or segment.apart:
+        if segment.apart:
             yield group
             group = []
     if group:

@@ -90,14 +90,12 @@ def given_texts(documents: Documents) -> list[str]:
     return [text for text in dict.fromkeys(chunk_texts(documents)) if text]
 
 
-def segment_text(
-    text: str, index: TextIndex | None, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True
-) -> list[Segment]:
-    """Cut ``text`` into chunks (stored texts, normalised ``documents``, and their ``parts``) and fresh text. Joined,
+def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] | GivenTexts = ()) -> list[Segment]:
+    """Cut ``text`` into chunks (stored texts, normalised ``documents``, and their parts) and fresh text. Joined,
     they equal ``text``."""
     segments: list[Segment] = []
     position = 0
-    for match in index.find(text, documents, parts=parts) if index is not None else ():
+    for match in index.find(text, documents) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
         segments.append(Chunk(text[match.start : match.stop], match.of, match.at))
@@ -114,8 +112,6 @@ def segment_chat(
     documents: Iterable[str] | GivenTexts = (),
     verbatim: Collection[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    parts: bool = True,
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
@@ -132,7 +128,6 @@ def segment_chat(
     Args:
         render: writes messages with the chat template; with ``tools=``, if there are tools.
         documents: normalised, see :func:`given_texts`.
-        parts: False finds whole texts only.
 
     Raises:
         ConfigurationError: the template drops a message, or does not use tools.
@@ -150,7 +145,7 @@ def segment_chat(
         elif text.strip() in own:
             segments.append(Fresh(text))
         else:
-            segments += segment_text(text, index, documents, parts=parts)
+            segments += segment_text(text, index, documents)
     return [segment for segment in segments if segment.text]
 
 
@@ -315,11 +310,6 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
     return [segment for segment in checked if segment.text]
 
 
-def without_parts(segments: Iterable[Segment]) -> list[Segment]:
-    """The segments with parts of chunks as fresh text, for methods that need whole chunks."""
-    return [Fresh(s.text) if isinstance(s, Chunk) and s.of is not None else s for s in segments]
-
-
 def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     """The prompt if it is a list of segments, else None. Raises ConfigurationError for empty prompts and other
     types."""
@@ -369,7 +359,6 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
-        parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
 
@@ -384,7 +373,6 @@ class PromptReader:
             variables: further variables of the chat template, which
                 :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
             as_it_stands: the prompt is a text without a chat template, also if the model has one.
-            parts: False finds whole texts only.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
@@ -395,7 +383,7 @@ class PromptReader:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if as_it_stands or not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
-            return self._opening() + segment_text(text, texts, documents, parts=parts)
+            return self._opening() + segment_text(text, texts, documents)
         if own and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": own}, *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
@@ -404,7 +392,7 @@ class PromptReader:
         if variables:
             self._check_no_control(_strings(variables), "chat_template_kwargs have")
             render = partial(render, variables=variables)
-        cut = partial(segment_chat, index=texts, documents=documents, verbatim=verbatim, tools=tools, parts=parts)
+        cut = partial(segment_chat, index=texts, documents=documents, verbatim=verbatim, tools=tools)
         try:
             return cut(messages, render)
         except ConfigurationError:  # in turns; then the system prompt opens the user's message, as in Gemma 3

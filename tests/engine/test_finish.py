@@ -12,6 +12,7 @@ from cacheclip_rag.answering import verification
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.measuring import ModelRuntime
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import Message
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, Logs, Make, Models, Patch, rag_prompt, raising, spied
@@ -21,6 +22,10 @@ AT_THE_END, IN_THE_MIDDLE, AT_ONCE = 16, 96, 4096
 """Rows of a block: when the exact KV of :data:`PROMPT` is complete."""
 PROMPT = rag_prompt(CHUNKS)
 WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.72), ("epic", None)]
+
+
+class WithoutPrefixes(Direct):
+    reuses_prefixes = False
 
 
 @pytest.fixture(scope="module")
@@ -410,8 +415,7 @@ class TestPrefixCache:
         engine.prefixes.clear()
         expected, plain = (engine.generate(PROMPT, SHORT, method=method) for method in ("full", "prefix"))
         calls = spied(monkeypatch, type(engine.primary), "extend")
-        engine.precompute(CHUNKS, method="block")
-        answer = engine.generate(PROMPT, SHORT, method="block", finish="revise")
+        answer = engine.generate(PROMPT, SHORT, method=WithoutPrefixes(), finish="revise")
         assert answer.stats.cached_prefix_tokens == 0, "the method itself uses no prefixes"
         assert calls[0][3] == (plain.stats.prompt_tokens - 1) // 16 * 16 and answer.token_ids == expected.token_ids
 

@@ -16,7 +16,7 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, Fresh, PromptTooLongError, get_engine
 from cacheclip_rag.answering import pipeline
-from cacheclip_rag.methods import Method, preset, vary
+from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from tests.conftest import Make, Models, Patch, some_of
@@ -157,7 +157,7 @@ class TestMisses:
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
 
-@pytest.mark.parametrize("method", ["full", "prefix", BEHIND_PASSAGES, preset("block")], ids=str)
+@pytest.mark.parametrize("method", ["full", "prefix", BEHIND_PASSAGES], ids=str)
 def test_chunks_are_computed_as_the_method_needs_them(engine: CacheClipEngine, chunks: list[str], method: Any) -> None:
     """For one that reads none as the settings have it."""
     engine.precompute(chunks, method=method)
@@ -255,20 +255,17 @@ class TestStore:
         assert copy.deepcopy(engine) is engine
         assert pickle.loads(pickle.dumps(engine)) is get_engine(engine.config)
 
-    @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
-    def test_release_of_every_chunk_context_loads_no_model(
-        self, make: Make, tmp_path: Path, chunks: list[str], method: Method
-    ) -> None:
+    def test_release_of_every_chunk_context_loads_no_model(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
         """An engine whose models are not there deletes what another one stored for its own models and settings."""
         engine = make(store=tmp_path)
         engine.precompute(chunks[:2], source="node")
         prefixes = engine.store.stats().entries - 2 * 2
-        assert engine.precompute(chunks[:2], method=method) == 2
+        assert engine.precompute(chunks[:2], method=BEHIND_PASSAGES) == 2
         other = make(primary="no-such-model", auxiliary=None, store=tmp_path)
         assert other.release(chunks[:1]) == 1 and other.release(sources=["node"]) == 1
         assert prefixes <= engine.store.stats().entries <= prefixes + 1, "of no text"
         assert not any(engine.is_stored(text) for text in chunks[:2])
-        assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
+        assert engine.precompute(chunks[:2], method=BEHIND_PASSAGES) == 2, "nothing of it is left"
 
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)

@@ -31,9 +31,8 @@ from cacheclip_rag.store.codecs import Frame
 from tests.conftest import CHUNKS, SENTENCES, Logs, Models, Patch, rag_prompt, raising, some_of
 from tests.fusion.cases import make_engine
 
-METHODS = ("cacheclip", "epic-corrected", "epic", "direct", "block")
-"""Methods that choose before the cache is there, with a correction, without the auxiliary, with other positions, and
-methods that look at the cache."""
+METHODS = ("cacheclip", "epic-corrected", "epic", "direct")
+"""Methods with an auxiliary and a correction, with a correction alone, with neither, and one that chooses nothing."""
 Before = Callable[[str, int, int], None]
 PROMPT = rag_prompt(CHUNKS)
 

@@ -186,13 +186,6 @@ class TestReuse:
         assert engine.is_stored(TEXTS[0])
         assert engine.generate(rag_prompt(TEXTS[:1])).stats.hits == 1
 
-    def test_methods_for_trained_checkpoints_take_whole_chunks_only(self, engine: CacheClipEngine) -> None:
-        method = preset("block")
-        engine.precompute(TEXTS, method=method)
-        assert len(engine.plan(rag_prompt(TEXTS), method=method).reused) == 4
-        part = engine.plan(f"See {TEXTS[2][60:]}\n\n{QUESTION}", method=method)
-        assert part.reused == () and part.layout.chunks == ()
-
 
 class TestGivenTexts:
     """Texts that a caller gives with the prompt and that are not stored, in prompts with stored chunks."""
@@ -240,10 +233,6 @@ class TestGivenTexts:
         nowhere = [self.OTHERS, "Nowhere in the prompt, of some length."]
         plan = engine.plan(f"Read.\n\n{self.OTHERS}\n\n{QUESTION}", documents=nowhere)
         assert (plan.missing_texts, plan.not_found) == ((self.OTHERS,), 1)
-        method = preset("block")  # needs whole chunks
-        engine.precompute([self.LONG], method=method)
-        plan = engine.plan(f"Read.\n\n{self.WINDOW}\n\n{QUESTION}", documents=[self.WINDOW], method=method)
-        assert plan.missing_texts == (self.WINDOW,)
 
 
 @pytest.mark.parametrize("kind", KINDS)

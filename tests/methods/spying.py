@@ -17,13 +17,7 @@ plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
 few = pytest.mark.parametrize("primary", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
 """Plain attention, sliding windows, a norm on queries and keys, and sinks with YaRN."""
 
-REUSING = [
-    name
-    for name in PRESET_NAMES
-    if preset(name).reuses_chunks
-    and (preset(name).context is None or preset(name).chunk_context)
-    and not preset(name).min_confidence
-]
+REUSING = [name for name in PRESET_NAMES if preset(name).reuses_chunks and not preset(name).min_confidence]
 """By one prefill, from chunk caches that all methods share. A preset with a gate is another one until the gate
 decides."""
 VARIANTS = read_variants(Path(__file__).parents[2] / "benchmarks/variants.toml")

@@ -347,7 +347,7 @@ class TestEngine:
         assert stats.method == "epic" and stats.hits == 1 and stats.recomputed_tokens == FIRST + LAST
         part = engine.plan(f"{text[:200]}\n\nWhen?")  # without the end of what its map covers
         assert part.layout.chunks and not part.reused
-        for name in ("cacheclip", "epic-corrected", "block"):
+        for name in ("cacheclip", "epic-corrected"):
             with pytest.raises(ConfigurationError, match=r"recurrent layers.*\(full, prefix, direct, epic\)"):
                 engine.generate("When?", method=name)
 

@@ -160,8 +160,7 @@ class TransformersBackend(ServingBackend):
         engine, options = self.engine(question.tenant), question.options
         prompt: Sequence[Any] | str = question.prompt
         if isinstance(prompt, str):
-            isolated = engine.context_of(options.method).isolated
-            prompt = engine.segment(prompt, options.documents, as_it_stands=True, isolated=isolated)
+            prompt = engine.segment(prompt, options.documents, as_it_stands=True)
         if self._hide_hits and options.logprobs is not None:
             raise ConfigurationError("logprobs are not given here: they would tell which chunks are stored.")
         if question.min_confidence is not None:

@@ -224,7 +224,6 @@ class Planning:
                 raise NotPlanned("vLLM has its own format for chats of GPT-OSS")
         segments = planner.segments(
             asked.prompt,
-            method=method,
             documents=field.documents,
             tools=asked.tools,
             variables=asked.variables,

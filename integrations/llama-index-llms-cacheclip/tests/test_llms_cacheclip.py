@@ -30,6 +30,7 @@ from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary
 
 PROMPT = "Where did the keeper live?"
+BEHIND_PREFIX = vary(preset("epic"), {"chunk_context": "prefix"})
 MESSAGES = [ChatMessage(role="system", content="Answer in one word."), ChatMessage(role="user", content=PROMPT)]
 
 
@@ -110,7 +111,7 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     assert result is nodes and result == before and llm.engine.is_stored(chunks[0])
 
 
-@pytest.mark.parametrize("method", ["cacheclip", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str)
+@pytest.mark.parametrize("method", ["cacheclip", BEHIND_PREFIX], ids=str)
 def test_what_was_precomputed_hits_with_the_method_of_the_llm(
     tiny: CacheClipLLM, chunks: list[str], answers: Answers, method: Any
 ) -> None:
@@ -120,8 +121,8 @@ def test_what_was_precomputed_hits_with_the_method_of_the_llm(
     assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(2, 0)]
 
 
-@pytest.mark.parametrize("method", ["epic-corrected", "block"])
-def test_what_it_would_take(llm: CacheClipLLM, chunks: list[str], method: str) -> None:
+@pytest.mark.parametrize("method", ["epic-corrected", BEHIND_PREFIX], ids=str)
+def test_what_it_would_take(llm: CacheClipLLM, chunks: list[str], method: Any) -> None:
     transform = CacheClipTransform.from_llm(llm.model_copy(update={"method": method}))
     nodes = [TextNode(text=f" {text} ") for text in (chunks[0], chunks[1], chunks[1], "")]
     plan = transform.plan(nodes)
@@ -155,7 +156,7 @@ async def test_progress_is_shown_inside_the_bar_of_a_pipeline(
 
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
-    changes = {"primary": "other", "store": "elsewhere", "namespace": "bob", "method": "block", "dtype": "bfloat16"}
+    changes = {"primary": "other", "store": "elsewhere", "namespace": "bob", "method": "direct", "dtype": "bfloat16"}
     changes["system_prompt"] = "x"
     texts = {str(transform.model_copy(update={name: value}).to_dict()) for name, value in changes.items()}
     assert len(texts | {str(transform.to_dict())}) == len(changes) + 1

@@ -58,12 +58,9 @@ class PlannedRun:
 
 
 def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
-    """Names that ``all`` means (every preset except those for specially trained checkpoints), and names that are left
-    out because they need an auxiliary model and none is set."""
-    made = {name: preset(name) for name in PRESET_NAMES}
-    every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
-    without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
-    return [name for name in every if name not in without], without
+    """Names that ``all`` means, and names that are left out because they need an auxiliary model and none is set."""
+    without = [name for name in PRESET_NAMES if preset(name).needs_auxiliary and not config.auxiliary]
+    return [name for name in PRESET_NAMES if name not in without], without
 
 
 def planned_runs(

@@ -370,11 +370,11 @@ class TestResume:
         first = notes(summarise(lab(config, folder, RECORDS[:1], ["direct"]).run()))[0]
         assert first.startswith("Measured on ") and f", {torch.get_num_threads()} threads, transformers " in first
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-        summary = summarise(lab(config, folder, RECORDS[:1], ["direct", "block"]).run())
-        assert list(summary["measured_on"].values()) == [["full", "direct"], ["block"]]
+        summary = summarise(lab(config, folder, RECORDS[:1], ["direct", "epic"]).run())
+        assert list(summary["measured_on"].values()) == [["full", "direct"], ["epic@0.2", "epic@1"]]
         told = notes(summary)[0]
         assert told.startswith("Times were measured on different machines")
-        assert "those of block (also) on" in told and ", 77 threads" in told
+        assert "those of epic@0.2, epic@1 (also) on" in told and ", 77 threads" in told
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),

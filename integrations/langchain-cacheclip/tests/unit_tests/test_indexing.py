@@ -72,9 +72,7 @@ class TestMethods:
     """Chunks are computed as the model's own method reads them."""
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        "method", ["epic-corrected", "block", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str
-    )
+    @pytest.mark.parametrize("method", ["epic-corrected", vary(preset("epic"), {"chunk_context": "prefix"})], ids=str)
     @pytest.mark.parametrize("way", ["store", "transformer"])
     async def test_all_are_hit(
         self, method: Any, way: str, tiny_models: dict[str, str], tmp_path: Path, documents: list[Document]
