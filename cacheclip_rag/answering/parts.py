@@ -68,6 +68,8 @@ class Parts:
         self.prompt_cache = PromptCache(config.prefix_cache_bytes)
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
+        self._can_gate = load_primary is None
+        """Another process gives no logits before its answer."""
         self.models = EngineModels(config, lambda: self.store, self._lock, load_primary)
         """The primary and the auxiliary model, with their chunk caches."""
         self._store = store
@@ -221,8 +223,9 @@ class Parts:
         """The method for a call (default the engine's method), at its recompute ratio: default the engine's ratio for
         names and for the engine's method, and the instance's own ratio for an instance. Presets without a ratio ignore
         it. ``auto``: the method's own, until a controller chooses. ``any_ratio``: its ratio is chosen by predicted time
-        later. Raises ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a
-        method that needs an auxiliary model and an engine without one."""
+        later. ``auto`` has the gate of :meth:`~cacheclip_rag.guards.certificates.Certificates.gated`, unless the
+        settings have one. Raises ConfigurationError: an unknown name; a ratio out of range, or for an instance without
+        a ratio; a method that needs an auxiliary model and an engine without one."""
         config = self.config
         named = config.method if method is None else method
         check_method(named)
@@ -230,17 +233,20 @@ class Parts:
         by_name = method is None or isinstance(method, str)
         wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
         ratio = None if isinstance(wanted, str) else wanted
-        if named == DEFAULT_METHOD and self.models.runtime.computed_edges[0]:
+        is_default = named == DEFAULT_METHOD
+        if is_default and self.models.runtime.computed_edges[0]:
             named = "epic"
-        elif named == DEFAULT_METHOD and self.head_sets.has_default:
+        elif is_default and self.head_sets.has_default:
             named = "cacheclip"
-        elif named == DEFAULT_METHOD:
+        elif is_default:
             named = "epic-corrected"
         chosen = preset(named) if isinstance(named, str) else named
         if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(named, str))):
             chosen = chosen.at(ratio)
         check_auxiliary(chosen, config.auxiliary)
         least = config.min_confidence
+        if least is None and is_default and self._can_gate:
+            return self.certificates.gated(chosen, ratio is not None, any_ratio=any_ratio)
         if least is None or not by_name or not chosen.reuses_chunks:
             return chosen
         if isinstance(least, str):

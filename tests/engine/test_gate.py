@@ -31,6 +31,17 @@ def test_confidence_is_the_lead_of_the_likeliest_token() -> None:
     assert confidence(torch.tensor([1000.0, -1000.0], dtype=torch.bfloat16)) == 1.0
 
 
+def test_the_default_method_alone_has_a_gate(make: Make, chunks: list[str]) -> None:
+    """Unless the settings have one. A tiny model is hardly ever sure."""
+    engine = make(stored=chunks, method="auto")
+    assert engine.make_method() == engine.make_method("auto") == gated("epic-corrected", 0.1)
+    assert engine.make_method("epic-corrected") == preset("epic-corrected")
+    assert engine.generate(rag(chunks), SHORT).stats.completed_at is not None
+    engine = make(stored=chunks, method="auto", min_confidence=0.0)
+    assert engine.make_method() == preset("epic-corrected")
+    assert engine.generate(rag(chunks), SHORT).stats.completed_at is None
+
+
 class TestGate:
     @pytest.mark.parametrize("name", ["cacheclip", "epic", "epic-corrected", "direct"])
     def test_a_sure_answer_is_the_reusing_pass_and_an_unsure_one_full_prefill(

@@ -340,7 +340,8 @@ class TestConformance(RuntimeConformance):
 
 class TestEngine:
     def test_methods_that_choose_tokens_are_refused(self, folder: str, tiny_models: dict[str, str]) -> None:
-        engine = CacheClipEngine(EngineConfig(primary=folder, auxiliary=tiny_models["auxiliary"]))
+        config = EngineConfig(primary=folder, auxiliary=tiny_models["auxiliary"], min_confidence=0.0)
+        engine = CacheClipEngine(config)
         text = " ".join(SENTENCES[:4])
         engine.precompute([text])
         stats = engine.generate(f"{text}\n\nWhen?", SamplingParams(max_tokens=1)).stats

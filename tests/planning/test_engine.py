@@ -42,6 +42,8 @@ def test_why_nothing_is_fused(options: dict[str, Any]) -> None:
     engine = PlanningEngine(answers="X", **options)
     assert engine.why_never(preset("epic")) is engine.why_never(preset("full")) is None
     assert "which X does not give" in str(engine.why_never(replace(preset("epic"), min_confidence=0.5)))
+    default = PlanningEngine(**{**options, "method": "auto"})
+    assert default.make_method() == preset("epic-corrected") and default.why_never(default.make_method()) is None
     with pytest.raises(ConfigurationError, match="nothing would be reused: min_confidence needs"):
         PlanningEngine(**{**options, "min_confidence": 0.5}).warm_up()
 

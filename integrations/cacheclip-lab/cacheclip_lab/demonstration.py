@@ -66,7 +66,7 @@ def demonstrate(config: EngineConfig, write: Callable[[str, Answer], None] | Non
             for method in METHODS:
                 engine.prefixes.clear()  # the next method would find this one's KV
                 answer = engine.generate(prompt, _ANSWER, method=method, trace=write is not None)
-                answers[method] = _figures(answer)
+                answers[method] = {"method": engine.make_method(method).name, **_figures(answer)}
             answered.append(answers)
             yield {
                 "step": "answered",
@@ -88,12 +88,12 @@ def _fetch_beside(name: str) -> None:
 
 def _figures(answer: Answer) -> dict[str, Any]:
     stats = answer.stats
-    names = ("method", "ttft_s", "prompt_tokens", "reused_tokens", "recomputed_tokens")
+    names = ("ttft_s", "prompt_tokens", "reused_tokens", "recomputed_tokens")
     return {"text": answer.text.strip(), **{name: getattr(stats, name) for name in names}}
 
 
 def table(answered: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method that was asked for: the one that answered, the median seconds to the first token, how many times sooner
+    """By method that was asked for: the one that it means, the median seconds to the first token, how many times sooner
     than full prefill of the same prompt (median), the median numbers of tokens, and how many answers are full prefill's
     own."""
     rows = dict[str, dict[str, Any]]()

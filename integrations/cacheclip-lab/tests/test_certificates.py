@@ -159,6 +159,37 @@ class TestGate:
         assert engine.make_method("full").min_confidence == 0.0
         assert engine.make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
 
+    @pytest.mark.parametrize(
+        ("verdict", "guarantee", "ratio", "expected"),
+        [
+            (None, None, None, (0.2, 0.1)),
+            ("not faithful", None, None, (0.2, 0.1)),
+            ("faithful", None, None, (0.2, 0.0)),
+            ("not faithful", PROMISE, None, (0.1, 0.4)),
+            ("not faithful", PROMISE, 0.3, (0.3, 0.15)),
+            ("not faithful", PROMISE, 0.25, (0.25, 0.1)),
+        ],
+    )
+    def test_the_default_method_has_the_gate_that_its_certificate_says(
+        self,
+        make: Make,
+        monkeypatch: pytest.MonkeyPatch,
+        verdict: str | None,
+        guarantee: Guarantee | None,
+        ratio: float | None,
+        expected: Any,
+    ) -> None:
+        """Without a certificate that of the worst model which was measured."""
+        monkeypatch.setattr(type(make().parts.head_sets), "has_default", True)
+        if verdict:
+            made = certificate_for(make(), guarantee=guarantee)
+            save(replace(made, ratios=tuple(RatioVerdict(row.ratio, verdict) for row in made.ratios)))
+        engine = make(method="auto")
+        found = engine.make_method(None, ratio)
+        assert (found.nominal_ratio, found.min_confidence) == expected
+        assert (found.name, engine.make_method("cacheclip").min_confidence) == ("cacheclip", 0.0)
+        assert make(method="auto", min_confidence=0.05).make_method(None, ratio).min_confidence == 0.05
+
     def test_a_promise_is_a_verdict_of_its_own(self, make: Make) -> None:
         """Engines that require a certificate take it, whatever the verdict is; a stricter gate keeps it, too."""
         engine = make(require_certificate=True)

@@ -28,7 +28,8 @@ def test_the_command(cacheclip: Any, files: dict[str, Path], minilm: str, tmp_pa
     made = cacheclip("ingest", tmp_path / "corpus", *store, *models, "--chunk-tokens", "64", "--json")
     assert made.code == 0, made.err
     assert made.json["computed"] >= 3
-    asked = cacheclip("ask", "When was it built?", *store, "--max-tokens", "3", "--json")
+    (settings := tmp_path / "settings.toml").write_text("min_confidence = 0.0")
+    asked = cacheclip("ask", "When was it built?", *store, "--settings", settings, "--max-tokens", "3", "--json")
     assert asked.code == 0, asked.err
     stats = asked.json["stats"]
     assert stats["hits"] >= 3 and stats["method"] == "epic-corrected" and stats["generated_tokens"] <= 3

@@ -12,7 +12,7 @@ from cacheclip_rag.methods import Method
 
 from .identity import Identity, make_identity
 from .promise import PromiseWatch
-from .verdicts import check_certificate, find_certificate, no_promise
+from .verdicts import Verdicts, check_certificate, find_certificate, no_promise
 
 
 class EngineCertificates(Certificates):
@@ -24,6 +24,8 @@ class EngineCertificates(Certificates):
         super().__init__(config, kv_sources)
         self._lock = threading.Lock()
         self._promised: dict[tuple[str, bool, bool], Method] = {}
+        self._gated: dict[tuple[str, bool, bool], Method] = {}
+        """What ``auto`` means."""
         self._covered: set[tuple[type, str]] = set()
         """Checked methods by type and settings."""
         self._watch = PromiseWatch()
@@ -46,17 +48,21 @@ class EngineCertificates(Certificates):
         with self._lock:
             if key not in self._promised:
                 certificate, why = find_certificate(self.identity(method))
-                gates = certificate.guarantee.gates if certificate and certificate.guarantee else ()
-                if keeps_ratio and not any_ratio and certificate and certificate.guarantee:
-                    own = certificate.guarantee.gate_at(method.nominal_ratio)
-                    gates = (own,) if own else ()
-                if not gates:
+                kept = _promised(certificate, method, keeps_ratio, any_ratio)
+                if kept is None:
                     raise no_promise(self.config, method, certificate, why)
-                if not any_ratio and method.has_ratio:
-                    method = method.at(gates[0].ratio)
-                least = max(gate.min_confidence for gate in (gates if any_ratio else gates[:1]))
-                self._promised[key] = replace(method, min_confidence=least)
+                self._promised[key] = kept
             return self._promised[key]
+
+    def gated(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:
+        key = repr(method), keeps_ratio, any_ratio
+        with self._lock:
+            if key not in self._gated:
+                certificate, _ = find_certificate(self.identity(method))
+                kept = _promised(certificate, method, keeps_ratio, any_ratio)
+                is_faithful = certificate and not any_ratio and certificate.at(method.nominal_ratio) != "not faithful"
+                self._gated[key] = kept or (method if is_faithful else super().gated(method, keeps_ratio))
+            return self._gated[key]
 
     def check(self, method: Method) -> None:
         key = type(method), repr(method)
@@ -79,4 +85,20 @@ class EngineCertificates(Certificates):
     def forget(self) -> None:
         with self._lock:
             self._promised.clear()
+            self._gated.clear()
             self._covered.clear()
+
+
+def _promised(certificate: Verdicts | None, method: Method, keeps_ratio: bool, any_ratio: bool) -> Method | None:
+    """The method with the gate that its certificate promises; None: it promises none."""
+    if certificate is None or certificate.guarantee is None:
+        return None
+    gates = certificate.guarantee.gates
+    if keeps_ratio and not any_ratio:
+        own = certificate.guarantee.gate_at(method.nominal_ratio)
+        gates = (own,) if own else ()
+    if not gates:
+        return None
+    if not any_ratio and method.has_ratio:
+        method = method.at(gates[0].ratio)
+    return replace(method, min_confidence=max(gate.min_confidence for gate in (gates if any_ratio else gates[:1])))

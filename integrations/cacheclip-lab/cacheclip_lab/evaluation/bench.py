@@ -78,7 +78,9 @@ def _made(config: EngineConfig, names: Sequence[str], variants: Mapping[str, Met
     found = {}
     for given in names:
         method = choosing.make_method(variants.get(given, given))
-        found[method.name if given == DEFAULT_METHOD else given] = method
+        if given == DEFAULT_METHOD:
+            given, method = method.name, replace(method, min_confidence=0.0)  # texts without sense leave models unsure
+        found[given] = method
     return found
 
 

@@ -86,7 +86,7 @@ def certify(
     check_writable()
     if max_differ is not None:
         check_max_differ(max_differ)
-    config = replace(concrete(config), store=None, shadow_rate=0.0, min_confidence=None)
+    config = replace(concrete(config), store=None, shadow_rate=0.0, min_confidence=0.0)
     given = replace(CacheClipEngine(config).make_method(method), min_confidence=0.0)
     check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)

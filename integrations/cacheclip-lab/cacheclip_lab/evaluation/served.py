@@ -62,7 +62,7 @@ def certify_vllm(
     """
     started = time.perf_counter()
     check_writable()
-    config = replace(config, shadow_rate=0.0, require_certificate=False, min_confidence=None)
+    config = replace(config, shadow_rate=0.0, require_certificate=False, min_confidence=0.0)
     given = replace(CacheClipEngine(replace(config, store=None)).make_method(method), min_confidence=0.0)
     common.check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
