@@ -25,7 +25,7 @@ INSTALLED = {
         'pip install "cacheclip-rag[all]"   # or what you use: "cacheclip-rag[langchain]"'
     ),
     " `make demo` does it all.": "",
-    "(`make docs` builds the site)": "(in a clone, `make docs` builds the site)",
+    "(`make docs`)": "(in a clone, `make docs`)",
 }
 """What the core's README says of a clone, and what it says to who installs from the index."""
 _EDITABLE = r'-e (?:\.(?=\s)|"?\./integrations/[\w-]+(?:\[[\w,]+\])?"?)'
