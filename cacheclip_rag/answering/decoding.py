@@ -213,11 +213,11 @@ class _Decoding:
             self._beside = Beside()  # all KV is exact now
             self.prefilled = replace(self.prefilled, continuing=None)  # and that of a longer prompt
             return logits
-        if not self._beside.asks_before:
-            return self._turns.step(runtime, cache, self.ids[-1])
+        logits = self._turns.step(runtime, cache, self.ids[-1])
+        if not self._beside.asks_before or not self._beside.before(self.ids, self._sampler.allowed(logits)):
+            return logits
         with self._turns.token():
-            logits = runtime.decode_step(cache, self.ids[-1])
-            exact = self._beside.before(self.ids, self._sampler.allowed(logits))
+            exact = self._beside.complete(self.ids)
         if exact is None:
             return logits
         self._go_on_from(exact[0])

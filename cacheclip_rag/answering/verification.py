@@ -66,9 +66,15 @@ class Beside:
     may_withdraw = False
     """Whether text given so far may still be withdrawn."""
 
-    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
-        """Called before a token is chosen, but for the first one. ``allowed``: ``(vocab_size,)`` logits of the tokens
-        that may come next. Returns how to go on, and the logits to choose from instead; None: go on as before."""
+    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> bool:
+        """Called before a token is chosen, but for the first one, and in no turn: a pass is shared with other answers.
+        ``allowed``: ``(vocab_size,)`` logits of the tokens that may come next. Returns whether :meth:`complete` is to
+        be called."""
+        return False
+
+    def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
+        """Called in the turn of a token. Returns how to go on, and the logits to choose from instead; None: go on as
+        before."""
         return None
 
     def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
@@ -127,8 +133,8 @@ class Verification(Beside):
         return None
 
     def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
-        """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
-        Returns what :meth:`before` does; None if it could not be computed."""
+        """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have
+        chosen."""
         with self._timed(), self._survived():
             self._read_prompt(completely=True)
             self._compare(answer)
@@ -231,12 +237,13 @@ class Gate(Beside):
     asks_before: bool = True
     _completed_at: int | None = None
 
-    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
+    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> bool:
         least = self.first_confidence if len(answer) < _CALL_TOKENS else self.min_confidence
-        self.asks_before = least > 0  # else later tokens share passes again
-        if confidence(allowed) >= least:
-            return None
-        self.asks_before = False
+        is_sure = confidence(allowed) >= least
+        self.asks_before = least > 0 and is_sure
+        return not is_sure
+
+    def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
         exact = self.exact.complete(answer)
         if exact is not None:
             self._completed_at = len(answer)

@@ -419,6 +419,7 @@ def test_answers_in_one_pass_are_those_alone(
 ) -> None:
     """Samplers, penalties, stop strings, schemas and lengths side by side, and one caller who leaves."""
     options: dict[str, Any] = {"primary": tool_model, "prefix_cache_bytes": 0}  # no answer continues another one's KV
+    options["min_confidence"] = 1e-12  # a gate below which no token is
     engine = CacheClipEngine(replace(engine.config, **options))
     engine.precompute(chunks)
     params = [SamplingParams(**{"max_tokens": 24, **kind}) for kind in KINDS]

@@ -106,7 +106,7 @@ class TestDeviceMap:
 def test_an_auxiliary_on_a_device_of_its_own(tiny_models: Models) -> None:
     """A primary spread by accelerate beside an auxiliary on the CPU."""
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    engine = CacheClipEngine(**models, device="balanced", auxiliary_device="cpu")
+    engine = CacheClipEngine(**models, device="balanced", auxiliary_device="cpu", min_confidence=0.0)
     engine.precompute(CHUNKS)
     assert engine.generate(rag_prompt(CHUNKS), PARAMS).stats.fallback is None
     with pytest.raises(ConfigurationError, match="nowhere"):
