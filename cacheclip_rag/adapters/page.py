@@ -26,7 +26,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 @media (max-width: 45rem) {
   table, tbody { display: block; } thead, th:empty, td:empty { display: none; }
   tbody tr { display: flex; flex-wrap: wrap; gap: .1rem .9rem; padding: .4rem 0; border-bottom: 1px solid var(--line); }
-  tbody tr th, tbody tr td { border: 0; padding: 0; text-align: left; overflow-wrap: anywhere; }
+  tbody tr th, tbody tr td { border: 0; padding: 0; text-align: left; white-space: normal; overflow-wrap: anywhere; }
   tbody tr td.text { flex: 1 0 80%; } td[data-title]::before { content: attr(data-title) " "; color: var(--faint); }
 }
 """
