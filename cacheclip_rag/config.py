@@ -88,7 +88,8 @@ class EngineConfig:
     before it is chosen. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the value, and unless one
     is given the recompute ratio, that the certificate promises (``certify --max-differ``). 0: none. None: the method's
     own; that of the method ``auto`` is what its certificate promises, none where its certificate calls the ratio
-    faithful, and 0.1 without a certificate. It holds for methods given by name; a Method instance has its own."""
+    faithful (but for ``recompute_ratio="auto"``), else 0.1. It holds for methods given by
+    name; a Method instance has its own."""
     chunk_context: str = _setting(
         "passages",
         "What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a "

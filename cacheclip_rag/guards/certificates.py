@@ -52,8 +52,8 @@ class Certificates(Observer):
 
     def gated(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:
         """The method that ``auto`` means, with the gate, and unless ``keeps_ratio`` the ratio, that its certificate
-        promises; with none where the certificate calls the ratio faithful without; else with
-        :data:`UNMEASURED_CONFIDENCE`."""
+        promises; with none where the certificate calls the ratio faithful without one (not with ``any_ratio``); else
+        with :data:`UNMEASURED_CONFIDENCE`."""
         return replace(method, min_confidence=UNMEASURED_CONFIDENCE)
 
     def check(self, method: Method) -> None:

@@ -179,12 +179,13 @@ class TestGate:
         ratio: float | None,
         expected: Any,
     ) -> None:
-        """Without a certificate that of the worst model which was measured."""
-        monkeypatch.setattr(type(make().parts.head_sets), "has_default", True)
+        """Without a certificate that of the worst model which was measured. One that is made meanwhile is found."""
+        engine = make(method="auto")
+        monkeypatch.setattr(type(engine.parts.head_sets), "has_default", True)
+        assert engine.make_method(None, ratio).min_confidence == 0.1
         if verdict:
             made = certificate_for(make(), guarantee=guarantee)
             save(replace(made, ratios=tuple(RatioVerdict(row.ratio, verdict) for row in made.ratios)))
-        engine = make(method="auto")
         found = engine.make_method(None, ratio)
         assert (found.nominal_ratio, found.min_confidence) == expected
         assert (found.name, engine.make_method("cacheclip").min_confidence) == ("cacheclip", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from cacheclip_rag import EngineConfig, Plan
 from cacheclip_rag.measuring import Certificates, KVSources
@@ -12,7 +13,7 @@ from cacheclip_rag.methods import Method
 
 from .identity import Identity, make_identity
 from .promise import PromiseWatch
-from .verdicts import Verdicts, check_certificate, find_certificate, no_promise
+from .verdicts import Verdicts, certificate_path, check_certificate, find_certificate, no_promise
 
 
 class EngineCertificates(Certificates):
@@ -24,8 +25,8 @@ class EngineCertificates(Certificates):
         super().__init__(config, kv_sources)
         self._lock = threading.Lock()
         self._promised: dict[tuple[str, bool, bool], Method] = {}
-        self._gated: dict[tuple[str, bool, bool], Method] = {}
-        """What ``auto`` means."""
+        self._gated: dict[tuple[str, bool, bool], tuple[Method, Path | None]] = {}
+        """What ``auto`` means; and without a certificate, where one would be."""
         self._covered: set[tuple[type, str]] = set()
         """Checked methods by type and settings."""
         self._watch = PromiseWatch()
@@ -57,12 +58,17 @@ class EngineCertificates(Certificates):
     def gated(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:
         key = repr(method), keeps_ratio, any_ratio
         with self._lock:
-            if key not in self._gated:
-                certificate, _ = find_certificate(self.identity(method))
+            _, awaited = self._gated.get(key, (None, None))
+            if key not in self._gated or (awaited and awaited.exists()):
+                identity = self.identity(method)
+                path = certificate_path(identity)
+                awaited = None if path.exists() else path  # before the look: then none that is made now is missed
+                certificate, _ = find_certificate(identity)
                 kept = _promised(certificate, method, keeps_ratio, any_ratio)
                 is_faithful = certificate and not any_ratio and certificate.at(method.nominal_ratio) != "not faithful"
-                self._gated[key] = kept or (method if is_faithful else super().gated(method, keeps_ratio))
-            return self._gated[key]
+                kept = kept or (method if is_faithful else super().gated(method, keeps_ratio))
+                self._gated[key] = kept, awaited
+            return self._gated[key][0]
 
     def check(self, method: Method) -> None:
         key = type(method), repr(method)
