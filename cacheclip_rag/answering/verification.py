@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ModelError
 from ..guards.base import Verified
 from ..runtime.base import KVMatch, Runtime, State, wait_for
 from .prefill import Keep, confidence
@@ -211,7 +212,7 @@ class Verification(Beside):
         """An answer must not fail because a second KV of its prompt has no room: it stays as it is, unverified."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError, ModelError) as error:
             logger.warning("the answer could not be verified: %s", error)
             self.asks_after, self._failed = False, True
             self.result = self._state = None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag import Answer, CacheClipEngine, ConfigurationError, Event, SamplingParams
+from cacheclip_rag import Answer, CacheClipEngine, ConfigurationError, Event, ModelError, SamplingParams
 from cacheclip_rag.answering import verification
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.measuring import ModelRuntime
@@ -296,13 +296,16 @@ class TestVerify:
         revised = fresh(coarse, alone, SHORT, method="direct", finish="revise")
         assert (revised.stats.verified_tokens, revised.token_ids) == (len(full), full)
 
-    @pytest.mark.parametrize("finish", ["verify", "revise"])
+    @pytest.mark.parametrize(
+        ("finish", "error"), [("verify", RuntimeError), ("revise", MemoryError), ("revise", ModelError)]
+    )
     def test_an_answer_survives_when_the_exact_kv_has_no_room(
-        self, finishing: Make, monkeypatch: Patch, caplog: Logs, finish: str
+        self, finishing: Make, monkeypatch: Patch, caplog: Logs, finish: str, error: type[Exception]
     ) -> None:
+        """llama.cpp refuses a larger context with an error of ours."""
         engine = finishing(method="direct")
         plain = fresh(engine, PROMPT, SHORT, finish="none")
-        monkeypatch.setattr(ModelRuntime, "begin", raising(RuntimeError("out of memory")))
+        monkeypatch.setattr(ModelRuntime, "begin", raising(error("out of memory")))
         engine.prefixes.clear()
         text, answer = apply(engine.stream(PROMPT, SHORT, finish=finish))
         assert text == answer.text == plain.text and answer.stats.verified_tokens is None
