@@ -63,6 +63,7 @@ def main() -> None:
             dtype=given.dtype,
             codec=given.codec,
             method=given.method,
+            min_confidence=0.0,  # texts without sense leave models unsure
             prefix_cache_bytes=0,
             store=ChunkStore(Catalog(Path(folder)), Tiers([slow])),
             recompute_ratio="auto" if given.lines else None,

@@ -39,7 +39,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         models = {name: getattr(given, name) for name in ("primary", "auxiliary", "dtype", "device")}
-        engine = CacheClipEngine(**models, store=folder, recompute_ratio="auto", prefix_cache_bytes=0)
+        others: dict[str, Any] = {"recompute_ratio": "auto", "min_confidence": 0.0, "prefix_cache_bytes": 0}
+        engine = CacheClipEngine(**models, store=folder, **others)
         method = engine.make_method(None, "auto")
         profile = find_profile(engine.parts.controllers.profile_identity(method)) or engine.profile_machine()
         print(f"{processor_name()}, {torch.get_num_threads()} threads; {profile.path}")

@@ -297,6 +297,7 @@ class CacheClip(System):
             primary=settings["gguf"] if self.ending else settings["primary"],
             auxiliary=settings["auxiliary"],
             dtype=settings["dtype"],
+            min_confidence=0.0,  # texts without sense leave models unsure
             store=os.path.join(settings["store"], type(self).__name__),
         )
         _ = self._engine.primary, self._engine.auxiliary  # loads them

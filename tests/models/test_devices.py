@@ -331,7 +331,6 @@ class TestPretendedAccelerator:
             ("full", (131, 1, 0, 1), (131, 1, 0, 1)),
             ("direct", (191, 10, 0, 1), (191, 10, 0, 1)),
             ("cacheclip", (361, 23, 0, 2), (368, 23, 0, 2)),
-            ("cacheclip", (533, 39, 0, 2), (540, 39, 0, 2)),
         ],
     )
     def test_work_of_a_question(

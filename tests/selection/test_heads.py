@@ -188,7 +188,7 @@ class TestEngine:
     def test_the_default_method_asks_the_auxiliary_where_it_has_one(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        config = replace(config, method="auto")
+        config = replace(config, method="auto", min_confidence=0.0)
         without_heads = CacheClipEngine(config)
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         heads.save(head_set_path(heads.auxiliary_sha256, weights_digest(without_heads.primary.fingerprint)))
