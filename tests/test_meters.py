@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 MOST_FILES, MOST_FUNCTIONS = 49, 320
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_CODE = 17_402
+MOST_CODE = 17_403
 """Lines of the core without imports, docstrings, comments and blank lines."""
 MOST_LARGE = (12, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
-MOST_TEST_LINES = (29_126, 58_526)
+MOST_TEST_LINES = (29_127, 58_527)
 """Lines of the core's tests, and of all tests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0

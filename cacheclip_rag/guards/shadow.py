@@ -83,8 +83,8 @@ class ShadowChecker(Observer):
         self._lock = threading.Lock()
 
     def on_answer(self, answered: ObservedAnswer) -> None:
-        """Record every answer that was verified, and offer every other answer that reused KV. An answer below the
-        confidence gate is full prefill's already."""
+        """Record every answer that ``finish`` verified, and offer every other answer that reused KV. An answer below
+        the confidence gate is full prefill's already, or from a later token on: the rate chooses those, too."""
         stats = answered.answer.stats
         if stats.gated and not answered.params.json_schema and self._random.random() < self._rate:
             if is_greedy(answered.params):
@@ -93,7 +93,8 @@ class ShadowChecker(Observer):
         if stats.gated or stats.method == "full":
             return
         if answered.verified is not None:
-            self._record_verified(answered, answered.verified)
+            if stats.completed_at is None or self._random.random() < self._rate:
+                self._record_verified(answered, answered.verified)
             return
         if not self._rate or answered.params.json_schema:  # full prefill's choices would be free ones
             return

@@ -37,6 +37,7 @@ def test_the_default_method_alone_has_a_gate(make: Make, chunks: list[str]) -> N
     assert engine.make_method() == engine.make_method("auto") == gated("epic-corrected", 0.1)
     assert engine.make_method("epic-corrected") == preset("epic-corrected")
     assert engine.generate(rag(chunks), SHORT).stats.completed_at is not None
+    assert "shadow_checks_total" not in engine.metrics.snapshot(), "no comparison was asked for"
     engine = make(stored=chunks, method="auto", min_confidence=0.0)
     assert engine.make_method() == preset("epic-corrected")
     assert engine.generate(rag(chunks), SHORT).stats.completed_at is None
