@@ -131,7 +131,7 @@ class Answering:
         long as one."""
         with waiting_at_most(ANSWER_WAIT_S):
             plan, prompt_cache = self._plan(prompt), prompt.prefilling.kv_sources.prompt_cache
-        plain = plan.layout.num_tokens - prompt_cache.known(plan.layout.token_ids)
+        plain = plan.layout.num_tokens - prompt_cache.known(plan.layout.token_ids[:-1])
         return max(ROWS_FOR_EXACT_KV, plain if plan.work is None else plan.work)
 
     def plan(self, request: Request) -> Plan:

@@ -162,7 +162,7 @@ class Prefilling:
         del fused, prefilled  # memory holds one prompt's KV at a time
         again = replace(self, spent=spent)
         if self.pause is not None:
-            again._paused(0, plan.layout.num_tokens - self.kv_sources.prompt_cache.known(plan.layout.token_ids))
+            again._paused(0, plan.layout.num_tokens - self.kv_sources.prompt_cache.known(plan.layout.token_ids[:-1]))
         why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
         prefilled = again._plain_instead(plan, why, tried)
         charged = prefilled.stats.charged_ratio + tried.charged_ratio

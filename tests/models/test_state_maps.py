@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, SamplingParams, UnsupportedModelError
+from cacheclip_rag.answering.turns import Turns
 from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.fusion.wire import runs_of
 from cacheclip_rag.models import load_model, unload_models
@@ -351,6 +352,16 @@ class TestEngine:
         for name in ("cacheclip", "epic-corrected"):
             with pytest.raises(ConfigurationError, match=r"recurrent layers.*\(full, prefix, direct, epic\)"):
                 engine.generate("When?", method=name)
+
+    def test_a_prompt_that_comes_again_takes_a_turn_of_its_length(
+        self, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its end has no state before its last token, so that it is computed anew."""
+        engine, text = CacheClipEngine(primary=folder, auxiliary=None, method="prefix"), " ".join(SENTENCES * 2)
+        works, prompt = list[int](), Turns.prompt
+        monkeypatch.setattr(Turns, "prompt", lambda turns, work: works.append(work()) or prompt(turns, work))
+        asked = [engine.generate(text, SamplingParams(max_tokens=1)).stats for _ in range(2)]
+        assert works == [stats.prompt_tokens for stats in asked] and not asked[1].cached_prefix_tokens
 
     @pytest.mark.parametrize("is_own", [False, True])
     def test_it_is_no_auxiliary(self, is_own: bool, folder: str, tiny_models: dict[str, str]) -> None:
