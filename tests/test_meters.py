@@ -24,7 +24,7 @@ MOST_CODE = 17_403
 """Lines of the core without imports, docstrings, comments and blank lines."""
 MOST_LARGE = (12, 3, 0)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
-MOST_TEST_LINES = (29_138, 58_538)
+MOST_TEST_LINES = (29_140, 58_540)
 """Lines of the core's tests, and of all tests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0

@@ -131,9 +131,11 @@ class TestWatch:
         assert stats.completed_at is not None and stats.completed_at > 0
 
     def test_the_exact_kv_enters_the_prefix_cache_and_metrics_count(self, make: Make) -> None:
-        """The shadow check costs nothing."""
-        engine = make()
-        least, before = later_least(engine, "direct")[0], engine.metrics.snapshot()
+        """The shadow check costs nothing, and is counted at the shadow rate: gates choose unsure answers."""
+        engine = make(shadow_rate=1.0)
+        least = later_least(engine, "direct")[0]
+        assert engine.wait(60)
+        before = engine.metrics.snapshot()
         stats, after = ask(engine, least).stats, engine.metrics.snapshot()
         for name in ("completed_total", "shadow_checks_total"):
             assert after[name] - before.get(name, 0) == 1, name
