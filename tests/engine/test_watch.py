@@ -134,7 +134,7 @@ class TestWatch:
         """The shadow check costs nothing, and is counted at the shadow rate: gates choose unsure answers."""
         engine = make(shadow_rate=1.0)
         least = later_least(engine, "direct")[0]
-        assert engine.wait(60)
+        assert engine.wait_for_observers(60)
         before = engine.metrics.snapshot()
         stats, after = ask(engine, least).stats, engine.metrics.snapshot()
         for name in ("completed_total", "shadow_checks_total"):
