@@ -193,7 +193,7 @@ class TestEqualAnswers:
             number = re.findall(r"/inspect/(\d+)", visitor.get(own).text)[0]
             page = visitor.get(f"{served.address}/inspect/{number}").text
         assert html.escape(found.choices[0].message.content) in page and CHUNKS[0][:30] in page
-        tokens = sum(int(each.replace(",", "")) for each in re.findall(r"<td>([\d,]+) / ", page))
+        tokens = sum(int(each.replace(",", "")) for each in re.findall(r"<td[^>]*>([\d,]+) / ", page))
         assert tokens == found.cacheclip["chunk_tokens"] and "computed again" in page
 
     async def test_the_requests_of_applications(self, served: Served) -> None:
