@@ -51,6 +51,7 @@ class _Needs(NamedTuple):
     head_sets: frozenset[str]
     kind: type[Method]
     corrects: bool
+    """Of one kind, some methods correct KV and some do not."""
 
 
 class Parts:

@@ -32,7 +32,7 @@ EXACT = 1e-4
 DIFFERENT = 1e-2
 """Smallest difference of float32 logits that counts as different."""
 _CHUNKS = (" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8]))
-_QUESTIONS = ("What is the magic number of the harbour master?", "When do seabirds nest on the eastern cliffs?")
+_QUESTION = "What is the magic number of the harbour master?"
 
 
 def logit_gap(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -66,12 +66,12 @@ class PromptCase:
     folder: str
     """Folder of the primary model."""
 
-    def prefill(self, method: Method, question: int = 0) -> Prefilled:
+    def prefill(self, method: Method) -> Prefilled:
         """Prefill the prompt, after storing its chunks with the method's chunk context."""
         self.engine.precompute(_CHUNKS, method=method)
-        prompt = "Read this first.\n\n" + "\n\n".join(_CHUNKS) + f"\n\nQuestion: {_QUESTIONS[question]}"
+        prompt = "Read this first.\n\n" + "\n\n".join(_CHUNKS) + f"\n\nQuestion: {_QUESTION}"
         self.engine.prefixes.clear()
-        return self.engine.prefill(prompt, method=method, question=_QUESTIONS[question])
+        return self.engine.prefill(prompt, method=method, question=_QUESTION)
 
     @torch.inference_mode()
     def reference(self, ids: torch.Tensor) -> torch.Tensor:

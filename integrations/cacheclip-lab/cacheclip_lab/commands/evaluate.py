@@ -36,8 +36,8 @@ def evaluate(
         str | None,
         typer.Option(
             show_default="full,full-again,full-reordered,direct,epic-corrected,cacheclip; epic if layers are recurrent",
-            help="Comma-separated names of presets and variants; 'all' for every preset, without an "
-            "auxiliary model for those that need none. "
+            help="Comma-separated names of presets and variants; 'all' for every preset (without an "
+            "auxiliary model, every one that needs none). "
             "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
             "'full-reordered' with its chunks in another order.",
         ),
